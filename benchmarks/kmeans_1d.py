@@ -23,7 +23,7 @@ from sklearn.cluster import KMeans
 
 import fedstrata as fs
 from fedstrata.federation.messages import Params
-from fedstrata.sampling.quantization import project, quantize
+from fedstrata.sampling.sketches import project, quantize
 
 CENTRES = 9
 SIZES = (2_048, 10_000, 100_000, 178_110)

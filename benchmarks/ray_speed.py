@@ -30,7 +30,7 @@ from fedstrata.clients.client import StateStore
 from fedstrata.engines.ray import RayEngine, WorkerPool
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import Simulation, make_context
-from fedstrata.sampling.messages import SizeReport
+from fedstrata.sampling.client_sizes import SizeReport
 
 RESULTS = Path(__file__).parent / "results"
 

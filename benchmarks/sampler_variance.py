@@ -35,9 +35,8 @@ from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import Selection
 from fedstrata.sampling.clustered import Distributions, by_group, by_size, group
 from fedstrata.sampling.fedssar import cluster, shares
-from fedstrata.sampling.messages import Compress, LossReport
-from fedstrata.sampling.quantization import restore
-from fedstrata.sampling.sketches import sketch
+from fedstrata.sampling.power_of_choice import LossReport
+from fedstrata.sampling.sketches import Compress, restore, sketch
 from fedstrata.sampling.stratified import Draws, draw, stratify
 from fedstrata.sampling.weighted import with_replacement, without_replacement
 

@@ -30,7 +30,7 @@ from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import Method
-from fedstrata.sampling.messages import SizeReport
+from fedstrata.sampling.client_sizes import SizeReport
 from fedstrata.sites.federation import Sites
 from fedstrata.sites.local_deployment import try_out
 

@@ -23,8 +23,8 @@ from fedstrata.base import outer, records
 from fedstrata.base.errors import WireError
 from fedstrata.base.records import add, decode, encode, record, require_types, same, size
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.sampling.client_sizes import SizeReport
 from fedstrata.sampling.label_counts import LabelReport
-from fedstrata.sampling.messages import SizeReport
 from fedstrata.stratify.messages import GradientReply
 
 

@@ -14,8 +14,8 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.training.local import LocalData, manual_sgd_of, train
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.sampling.messages import Compress, LossReport
-from fedstrata.sampling.quantization import pack, project, quantize
+from fedstrata.sampling.power_of_choice import LossReport
+from fedstrata.sampling.sketches import Compress, pack, project, quantize
 
 
 def one_fit(federation, client=0, **change):

@@ -14,8 +14,10 @@ from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit
 from fedstrata.federation.settings import Privacy
+from fedstrata.sampling.client_sizes import SizeReport
 from fedstrata.sampling.label_counts import LabelReport
-from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
+from fedstrata.sampling.power_of_choice import LossReport
+from fedstrata.sampling.sketches import Compress, Sketch
 from fedstrata.stratify.messages import Reserve, Steps
 
 NONE = torch.empty(0, dtype=torch.int64)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.objectives.fedbabu import BodyOnly
-from fedstrata.sampling.messages import Compress, CompressReply, Sketch
-from fedstrata.sampling.quantization import restore
+from fedstrata.sampling.sketches import Compress, CompressReply, Sketch, restore
 
 
 def test_an_introduction_trains_what_the_objective_trains(tiny):

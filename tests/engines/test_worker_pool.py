@@ -20,7 +20,7 @@ from fedstrata.engines import local
 from fedstrata.engines.local import LocalEngine
 from fedstrata.engines.worker_pool import cores
 from fedstrata.federation.messages import Reply, Request
-from fedstrata.sampling.messages import SizeReport
+from fedstrata.sampling.client_sizes import SizeReport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 

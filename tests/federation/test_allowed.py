@@ -9,7 +9,8 @@ import pytest
 
 from fedstrata.federation.allowed import SHARE, Allowed, by_round, declares, joined
 from fedstrata.federation.messages import Fit, Request
-from fedstrata.sampling.messages import LossReport, SizeReport
+from fedstrata.sampling.client_sizes import SizeReport
+from fedstrata.sampling.power_of_choice import LossReport
 from fedstrata.stratify.messages import Gradient, GradientSteps
 
 PLAIN = Allowed(SizeReport, where={"bound": 0, "alpha": 1.0})

@@ -22,8 +22,8 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Reply, Request, Requests, WeightedFitReply, Weights
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.runs.simulation import make_context
+from fedstrata.sampling.client_sizes import SizeReply, SizeReport
 from fedstrata.sampling.label_counts import LabelReply, LabelReport
-from fedstrata.sampling.messages import SizeReply, SizeReport
 from fedstrata.stratify.messages import Gradient, Reserve
 
 

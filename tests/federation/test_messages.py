@@ -6,7 +6,7 @@ import torch
 import fedstrata as fs
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights, check_message
-from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.sampling.client_sizes import SizeReply, SizeReport
 
 
 def test_work_in_steps_is_the_same_for_large_and_small_clients():

@@ -239,7 +239,7 @@ def messages() -> list[Any]:
     from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
     from fedstrata.federation.messages import Fit, FitReply, Weights
     from fedstrata.sampling.label_counts import LabelReply
-    from fedstrata.sampling.messages import LossReply
+    from fedstrata.sampling.power_of_choice import LossReply
     from fedstrata.stratify.messages import Reserve
 
     weights = Weights({"a.weight": torch.randn(3, 2), "a.bias": torch.zeros(3)}, {"n": torch.tensor(3)})

@@ -28,8 +28,8 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.runs.preparation import Prepared, prepare
+from fedstrata.sampling.client_sizes import SizeReport
 from fedstrata.sampling.label_counts import LabelReport
-from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.configuration import described
 from fedstrata.sites.policy import RuleError
 from fedstrata.sites.settings import JobSpec, SiteSettings

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.messages import Weights
-from fedstrata.sampling.messages import LossReport
-from fedstrata.sampling.power_of_choice import PowerOfChoice
+from fedstrata.sampling.power_of_choice import LossReport, PowerOfChoice
 
 
 def losses(federation) -> dict[int, float]:

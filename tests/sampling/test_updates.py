@@ -10,8 +10,7 @@ from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.base import records
 from fedstrata.base.errors import SpecError
 from fedstrata.sampling import stratified
-from fedstrata.sampling.messages import Compress
-from fedstrata.sampling.quantization import restore
+from fedstrata.sampling.sketches import Compress, restore
 from fedstrata.sampling.stratified import Stratified, stratify
 
 

@@ -22,8 +22,10 @@ from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.communication.messages import Coefficients, Encoded
 from fedstrata.federation.messages import Fit, Weights
+from fedstrata.sampling.client_sizes import SizeReport
 from fedstrata.sampling.label_counts import LabelReport
-from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
+from fedstrata.sampling.power_of_choice import LossReport
+from fedstrata.sampling.sketches import Compress, Sketch
 from fedstrata.sites.site_server import SERVER
 from fedstrata.sites.wire import (
     Ask,

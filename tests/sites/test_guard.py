@@ -25,8 +25,9 @@ from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.communication.codecs import PowerSGD, pack
 from fedstrata.federation.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
+from fedstrata.sampling.client_sizes import SizeReply, SizeReport
 from fedstrata.sampling.label_counts import LabelReport
-from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
+from fedstrata.sampling.sketches import Compress
 from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.guard import Guard, Quota, declared
 from fedstrata.sites.ledger import Entry

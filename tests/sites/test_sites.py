@@ -32,7 +32,7 @@ from fedstrata.objectives.base import CrossEntropy
 from fedstrata.runs.predictor import describe_model
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import run_prepared
-from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.sampling.client_sizes import SizeReply, SizeReport
 from fedstrata.sites.data_schema import description_of, prepare_server, surveyed
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer

@@ -10,8 +10,7 @@ from typing_extensions import override
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
 from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.sampling.allocation import Allocation
-from fedstrata.sampling.client_sizes import Epsilon
-from fedstrata.sampling.ldp import Estimates, FedSTaSData
+from fedstrata.sampling.client_sizes import Epsilon, Estimates, FedSTaSData
 from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Start, Stratified
 
 

@@ -89,9 +89,8 @@ def claims() -> list[Claim]:
         for about in _file(paper)["claims"]:
             claim = Claim(paper, about.pop("statement"), about.pop("where"), about.pop("kind"), about)
             if claim.kind not in KINDS:
-                raise SpecError(
-                    f"{paper}/claims.kind", f"is not a kind of claim. Use one of: {', '.join(KINDS)}", claim.kind
-                )
+                problem = f"is not a kind of claim. Use one of: {', '.join(KINDS)}"
+                raise SpecError(f"{paper}/claims.kind", problem, claim.kind)
             claims.append(claim)
     return claims
 
@@ -159,11 +158,8 @@ class _Case:
             if {self.row, other} <= set(self.table.rows_of(column))
         ]
         if {other for _, (other, _) in places} != set(self.others):
-            raise SpecError(
-                f"{self.claim.paper}/claims",
-                f"the table {self.name} lacks rows of this claim. Set 'row' and 'than' to rows of this table.",
-                self.claim.statement,
-            )
+            problem = f"the table {self.name} lacks rows of this claim. Set 'row' and 'than' to rows of this table."
+            raise SpecError(f"{self.claim.paper}/claims", problem, self.claim.statement)
         return places
 
     def judged(
@@ -217,9 +213,8 @@ class _Case:
         if tested and within:
             measure = f"A comparison supports the claim if its whole interval is above −{within:g} points. {measure}"
         if tested and (untested := len(comparisons) - len(tested)):
-            evidence += (
-                f". Of {len(comparisons)} comparisons, {untested} {'is' if untested == 1 else 'are'} not tested yet"
-            )
+            are = "is" if untested == 1 else "are"
+            evidence += f". Of {len(comparisons)} comparisons, {untested} {are} not tested yet"
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
     def by_metrics(self, judge: Callable[[str], Judgement]) -> Judgement:
@@ -263,11 +258,8 @@ MOST = 2
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
     """Return how many differences support a claim, and the smallest and the largest difference, as text."""
-    names = {
-        wanted: ("supports the claim", "support the claim"),
-        "not significant": ("is inconclusive", "are inconclusive"),
-    }
-    opposite = ("shows the opposite", "show the opposite")
+    supports, opposite = ("supports the claim", "support the claim"), ("shows the opposite", "show the opposite")
+    names = {wanted: supports, "not significant": ("is inconclusive", "are inconclusive")}
     counts = Counter(names.get(each.order(within), opposite) for each in differences)
     texts = [f"{count} {name[count > 1]}" for name, count in sorted(counts.items(), reverse=True)]
     text = f"Of {len(differences)} comparisons, {', '.join(texts[:-1])} and {texts[-1]}"

@@ -334,7 +334,7 @@ DATA_SAMPLERS: Registry[DataSampler] = Registry(
     DataSampler,  # type: ignore[type-abstract]
     {
         "all": "fedstrata.sampling.base:AllData",
-        "fedstas": "fedstrata.sampling.ldp:FedSTaSData",
+        "fedstas": "fedstrata.sampling.client_sizes:FedSTaSData",
         "fedsampling": "fedstrata.sampling.fedsampling:FedSamplingData",
     },
 )

@@ -18,15 +18,15 @@ from fedstrata.sampling.base import ClientSampler, DataSampler, KeepResult, Sele
 from fedstrata.sampling.client_sizes import (
     AnswersState,
     Epsilon,
+    FedSTaSData,
     SizeForm,
+    SizeReport,
     allowed_sizes,
     ask_new_sizes,
     estimated_total,
     estimated_total_of_sum,
     size_report,
 )
-from fedstrata.sampling.ldp import FedSTaSData
-from fedstrata.sampling.messages import SizeReport
 
 
 class Everyone(ClientSampler):

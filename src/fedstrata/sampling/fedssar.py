@@ -21,8 +21,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.allocation import allocate, systematic_draws
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.messages import Sketch
-from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sketches
+from fedstrata.sampling.sketches import Sketch, Sketches, no_sketches, sketch, update_sketches
 from fedstrata.sampling.stratified import draw
 
 Features = Literal["parameters", "updates"]

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from pydantic import PositiveInt
 
-from fedstrata.base.errors import SpecError
-from fedstrata.base.records import Tree
+from fedstrata.base.errors import ReplyRefusedError, SpecError
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Weights
+from fedstrata.federation.messages import ModelRequest, Reply, RequestRule, Weights
 from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
-from fedstrata.sampling.messages import LossReport
+
+
+@record("LossReply")
+class LossReply(Reply):
+    """The loss of the global model on a client's samples.
+
+    Args:
+        loss: Mean cross-entropy over the client's samples.
+    """
+
+    loss: float
+
+
+@record("LossReport")
+class LossReport(ModelRequest):
+    """A request for the loss of the global model on a client's samples.
+
+    Args:
+        round: The round, counted from 1.
+        weights: The global model.
+    """
+
+    reply_type: ClassVar[type[Reply]] = LossReply
+    rule = RequestRule("the mean loss of the global model on its training samples")
+
+    round: int
+    weights: Weights
+
+    def check(self, reply: LossReply) -> None:
+        """Raise ``ReplyRefusedError`` if the loss is negative."""
+        if reply.loss < 0:
+            raise ReplyRefusedError(f"the loss {reply.loss} is negative")
 
 
 class PowerOfChoice(ClientSampler):

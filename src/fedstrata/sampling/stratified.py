@@ -27,8 +27,7 @@ from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.allocation import Allocation, allocated, quotas, spread, systematic
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
-from fedstrata.sampling.messages import Compress, CompressReply, sketch_length
-from fedstrata.sampling.sketches import NO_POINTS, lengths, sketch, with_rows
+from fedstrata.sampling.sketches import NO_POINTS, Compress, CompressReply, lengths, sketch, sketch_length, with_rows
 
 Refresh = Literal["all", "participants"]
 Gradients = Literal["asked", "updates"]

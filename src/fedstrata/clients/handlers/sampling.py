@@ -12,19 +12,9 @@ from fedstrata.clients.handling import handles
 from fedstrata.clients.training.local import LocalData, train
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.sampling.client_sizes import randomised_size
-from fedstrata.sampling.messages import (
-    Compress,
-    CompressReply,
-    LossReply,
-    LossReport,
-    SizeReply,
-    SizeReport,
-    Sketch,
-    SketchReply,
-)
-from fedstrata.sampling.quantization import pack, project, quantize
-from fedstrata.sampling.sketches import sketch
+from fedstrata.sampling.client_sizes import SizeReply, SizeReport, randomised_size
+from fedstrata.sampling.power_of_choice import LossReply, LossReport
+from fedstrata.sampling.sketches import Compress, CompressReply, Sketch, SketchReply, pack, project, quantize, sketch
 
 
 @handles(SizeReport)

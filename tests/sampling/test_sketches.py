@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from fedstrata.base import records
 from fedstrata.data.sources import Data
 from fedstrata.models.zoo import MLP, make_model
-from fedstrata.sampling.messages import CompressReply
-from fedstrata.sampling.quantization import pack, project, quantize, restore
+from fedstrata.sampling.sketches import CompressReply, pack, project, quantize, restore
 
 
 def inertia(values: np.ndarray, codes: np.ndarray) -> float:

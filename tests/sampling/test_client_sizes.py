@@ -14,10 +14,8 @@ from fedstrata.base import records
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.client import Client
 from fedstrata.clients.handlers.sampling import report_size
-from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
+from fedstrata.sampling.client_sizes import FedSTaSData, SizeReport, estimated_total, randomised_size, truth_probability
 from fedstrata.sampling.fedsampling import FedSamplingData
-from fedstrata.sampling.ldp import FedSTaSData
-from fedstrata.sampling.messages import SizeReport
 
 
 def chances(size: int, bound: int, alpha: float) -> dict[int, float]:
