@@ -129,9 +129,9 @@ class Verdicts:
         every = {measure: ranking({name: self.values(name, measure) for name in self.complete}) for measure in MEASURES}
         return {measure: each for measure, each in every.items() if each is not None}
 
-    def difference(self, name: str, measure: str = "accuracy") -> Difference:
-        """Return an entry's difference from the baseline in percentage points, paired by seed."""
-        own, base = (dict(zip(self.seeds, self.values(each, measure), strict=True)) for each in (name, BASELINE))
+    def difference(self, name: str, measure: str = "accuracy", other: str = BASELINE) -> Difference:
+        """Return an entry's difference from another entry in percentage points, paired by seed."""
+        own, base = (dict(zip(self.seeds, self.values(each, measure), strict=True)) for each in (name, other))
         return paired_difference(own, base, resolution=RESOLUTION)
 
     @cached_property
@@ -140,20 +140,55 @@ class Verdicts:
         p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
         return holm({name: value for name, value in p.items() if value is not None})
 
-    def best_at(self, measure: str) -> str | None:
+    def best_at(self, measure: str, compositions: bool | None = None) -> str | None:
         """Return the entry with the best validation accuracy within the baseline's budget; None if it is unknown.
 
         The comparison uses each entry's trial with the chosen settings. Entries with personal models are left out,
         because their trials are evaluated on other samples.
+
+        Args:
+            measure: A key of ``BUDGETS``.
+            compositions: Whether to consider only compositions (True) or only methods (False). Default: all entries.
         """
         place, base = BUDGETS[measure], self.complete[BASELINE].chosen["curve"][-1]
         values = {
             name: within(each.chosen["curve"], place, base[place])
             for name, each in self.complete.items()
-            if not each.entry.is_personal
+            if not each.entry.is_personal and compositions in (None, each.entry.is_composition)
         }
         known = {name: value for name, value in values.items() if value is not None}
         return max(known, key=lambda name: known[name], default=None)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A comparison of the best composition with the best method of a column, at equal cost.
+
+    Args:
+        column: Name of the column.
+        measure: A key of ``BUDGETS``, which defines the cost.
+        composition: Composition with the best validation accuracy.
+        method: Method with the best validation accuracy.
+        difference: The composition's difference from the method in percentage points, for the seeds of the protocol.
+    """
+
+    column: str
+    measure: str
+    composition: str
+    method: str
+    difference: Difference
+
+
+def contests(columns: Sequence[Verdicts]) -> list[Contest]:
+    """Compare the best composition with the best method of each column, at the baseline's bytes and samples."""
+    found = []
+    for column in columns:
+        for measure in BUDGETS if column.complete else ():
+            composition, method = (column.best_at(measure, composed) for composed in (True, False))
+            if composition is not None and method is not None:
+                difference = column.difference(composition, measure, method)
+                found.append(Contest(column.column.label, measure, composition, method, difference))
+    return found
 
 
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:

@@ -11,12 +11,12 @@ from typing import Any
 from fedstrata.base.jsonl import replace_file
 from fedstrata.methods.base import METHODS
 from fedstrata.methods.recipe import CHOICES
-from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts, judged, overall
+from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts, contests, judged, overall
 from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.board.ranks import ALPHA, Ranking
 from fedstrata.papers.comparing import difference_text
-from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
+from fedstrata.reporting.statistics import MIN_SEEDS, Estimate, holm
 from fedstrata.reporting.tables import markdown_table
 
 PAGE, SUMMARY = "board.md", "board.json"
@@ -108,6 +108,7 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     if (ranking := _overall(shown)) is not None:
         lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
         lines += ["![Average rank of each method over the columns](board.svg)", ""]
+    lines += _compositions(shown)
     for each in shown:
         lines += [*_column(each), ""]
     return "\n".join([*lines, *_about(protocol, verdicts)]) + "\n"
@@ -139,6 +140,33 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
         "All columns use the same data set, so the ranking may differ for other data.",
     )
     return " ".join(sentences)
+
+
+def _compositions(shown: Sequence[Verdicts]) -> list[str]:
+    """Return the lines of the section that compares compositions with methods; empty without a comparison."""
+    compared = contests(shown)
+    p = holm({place: each.difference.p for place, each in enumerate(compared) if each.difference.p is not None})
+    if not compared:
+        return []
+    better = sum(p.get(place, 1.0) < ALPHA and (each.difference.mean or 0.0) > 0 for place, each in enumerate(compared))
+    rows = [
+        [
+            each.column,
+            MEASURES[each.measure],
+            f"`{each.composition}`",
+            f"`{each.method}`",
+            difference_text(each.difference),
+            f"{p[place]:.3f}" if place in p else "",
+        ]
+        for place, each in enumerate(compared)
+    ]
+    headings = ["column", "cost", "best composition", "best method", "composition − method", "p (Holm)"]
+    about = (
+        "Each row compares the composition with the best validation accuracy and the method with the best validation "
+        "accuracy, at the same cost. The differences are from new seeds. In "
+        f"{better or 'none'} of {len(compared)} rows, the composition is significantly more accurate."
+    )
+    return ["## Compositions", "", about, "", *markdown_table(headings, rows, left=4).splitlines(), ""]
 
 
 def _rank_rule(ranking: Ranking) -> str:

@@ -40,11 +40,13 @@ class Entry:
         name: Name of the entry on the board.
         method: Section ``method`` of the entry's specs.
         grid: A mapping from the method's tuned setting to the values to try; empty if only the learning rate is tuned.
+        is_composition: Whether the entry combines parts of several methods.
     """
 
     name: str
     method: Mapping[str, Any]
     grid: Mapping[str, Sequence[Any]]
+    is_composition: bool = False
 
     @property
     def is_personal(self) -> bool:
@@ -148,7 +150,7 @@ class Protocol:
 
     def _entry(self, name: str) -> Entry:
         if name in self.compositions:
-            return Entry(name, self.compositions[name], {})
+            return Entry(name, self.compositions[name], {}, is_composition=True)
         if ":" not in name and name not in METHODS:
             known = [*METHODS, *self.compositions]
             raise SpecError("METHOD", not_among("is not a method or composition of the board", name, known), name)
