@@ -317,7 +317,7 @@ class Unfitted:
                 raise DataError(f"column {name!r}: {problem}")
 
     def _of(self, samples: Tensor) -> Statistics:
-        # Use NumPy, because its sums, in contrast to PyTorch's, do not depend on the number of threads.
+        # Use NumPy, whose sums do not depend on the number of threads. PyTorch's sums do.
         flat = samples.reshape(-1, samples.shape[-1]).numpy()
         zeros = np.zeros(flat.shape[1])
         total = self._part(len(samples), zeros, zeros, zeros, flat[:0].astype(np.float64), self._counts(flat))

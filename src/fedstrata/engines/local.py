@@ -100,8 +100,8 @@ class LocalEngine(Engine):
             self._seconds_alone += seconds
             remaining -= work[number]
 
-        # If ``local_only`` is True, this process computes all remaining replies. It computes replies without gradients
-        # itself, because sending the clients' states to workers would take longer.
+        # Whether this process computes all remaining replies. If they need no gradients (each has the work 1), sending
+        # the clients' states to workers would take longer than computing the replies here.
         local_only = not self._helpers or remaining <= len(work)
         for index, number in enumerate(order):
             if not local_only and len(order) - index > 1:

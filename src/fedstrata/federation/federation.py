@@ -406,8 +406,8 @@ class Federation:
                     self.log.bytes_up += records.size(outcome)
             raised = {client for client, failure in failures if failure.error is not None}
             if raised < reached:
-                # At least one client did not raise an exception in any of its tasks, so the program can answer such
-                # requests. One reply alone would not show this, because a task without work always succeeds.
+                # At least one client completed all its tasks, so clients can answer such requests. A single reply would
+                # not show this, because a task without work always succeeds.
                 self.exchanges.answered |= kinds
             else:
                 self.exchanges.raise_if_hopeless(reached, kinds, failures)

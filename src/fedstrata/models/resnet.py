@@ -140,7 +140,7 @@ def _resnet(channels: int, widths: tuple[int, ...], depth: int, classes: int, no
 
 
 def _conv(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
-    # The convolution has no bias, because the normalisation that follows would remove it.
+    # The convolution has no bias, because each normalisation that follows adds a bias of its own.
     return nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False)
 
 

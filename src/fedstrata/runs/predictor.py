@@ -590,8 +590,7 @@ def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> N
             problem = f"does not fit the run in {folder}: {name} is {here} in the module, but {stored} in {WEIGHTS}"
             raise SpecError("model", f"{problem}. Pass the module of the run.", type(model.module).__name__)
     for name, tensor in stored_frozen.items():
-        # These tensors share memory with the user's module, so copy them to new memory instead of changing them in
-        # place.
+        # ``tensor`` shares its memory with the user's module, so give it new memory with the stored values.
         tensor.data = torch.empty_like(tensor).copy_(tensors[name])
 
 

@@ -375,7 +375,7 @@ class SiteServer:
 
 def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.Begin, job: str) -> ClientContext:
     """Return the context with random numbers that the server does not know, if the run needs them."""
-    # The server knows the seed of the spec, so it could subtract noise that follows from the seed.
+    # The server knows the seed of the spec, so it could compute noise from this seed, and subtract the noise.
     privacy = context.privacy
     if (privacy.dp is not None or privacy.clients is not None) and not site_server.settings.simulated:
         dp_accounting()

@@ -177,8 +177,8 @@ class Watch:
             return True
         if status.startswith("FINISHED"):
             if status != ABORTED and self._over:
-                # All rounds are finished, so the result may be complete, although NVFlare reports a failure. NVFlare
-                # reports a failure, for example, if a site did not answer at the end.
+                # All rounds are finished, so the result may be complete. NVFlare reports a failure, for example, if a
+                # site did not answer at the end.
                 complete = self._has_result()
                 if complete or self.away:
                     return complete

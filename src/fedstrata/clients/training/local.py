@@ -234,8 +234,8 @@ def train(
     counts = torch.bincount(data.y, minlength=config.outputs).float() if config.task.has_classes else torch.zeros(0)
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
     precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=training.precision == "bf16")
-    if setup.prepares:  # ``data.in_order`` returns the samples without augmentation
-        with precision():
+    if setup.prepares:
+        with precision():  # ``data.in_order`` returns the samples without augmentation
             received = setup.objective.client_prepare(model, weights, data.in_order, message)
             context = setup.objective.client_init(model, replace(context, received=received))
     with ExitStack() as stack:

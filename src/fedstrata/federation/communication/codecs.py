@@ -139,7 +139,7 @@ def _exponent(tensor: Tensor) -> int:
     """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
-        return 127  # the value 127 · 2¹²⁷ is infinite in float32, so infinity stays infinity
+        return 127  # decoded as float32, 127 · 2¹²⁷ overflows to infinity
     mantissa, exponent = math.frexp(largest / 127)
     return max(exponent - (mantissa == 0.5), -128) if largest else -128
 

@@ -83,6 +83,6 @@ def clipped(update: Floats, clip: float) -> Floats:
     norm = float(np.linalg.norm(update))
     if not math.isfinite(norm):
         return np.zeros_like(update)
-    # Without np.clip, rounding errors could make an element larger than the bound in its last bit. ``Ring.encode``
-    # would then count the update as scaled down.
+    # Without np.clip, a rounding error could make an element slightly larger than the bound. ``Ring.encode`` would then
+    # count the update as scaled down.
     return np.clip(update * min(1.0, clip / norm), -clip, clip) if norm else update
