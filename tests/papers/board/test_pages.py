@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedstrata.papers.board import pages
-from fedstrata.papers.board.judging import judged, overall, within
+from fedstrata.papers.board.judging import contests, judged, overall, within
 from fedstrata.papers.board.picture import critical_difference_picture, draw
 from fedstrata.papers.board.protocol import read
 from fedstrata.papers.board.ranks import Ranking
@@ -101,6 +101,56 @@ def test_accuracy_at_the_cost_of_fedavg(protocol, out):
     # ReBaFL is best on the validation samples, but only with twice the bytes; FedPer is measured on other samples.
     assert verdicts.best_at("at_samples") == "rebafl"
     assert verdicts.best_at("at_bytes") == "fedau"
+
+
+COMPOSED = "rebafl+fedau"
+
+
+@pytest.fixture
+def composed(protocol, out):
+    """The same results, and those of a composition that is best on the validation samples and two points above."""
+    column = protocol.columns(["dirichlet-label"])[0]
+    (entry,) = protocol.entries([COMPOSED])
+    trials = protocol.trials(column, entry)
+    for number, (cell, _) in enumerate(trials):
+        curve = [[60, 99.0 - number, 100, 10]]
+        result = {"validation": 99.0 - number, "curve": curve, "core_seconds": 36.0}
+        keep(out, column, {cell.key: {"spec_sha256": cell.hash, **result}})
+    for cell in protocol.runs(column, entry, trials[0][1]):
+        accuracy = ACCURACY["fedau"][cell.seed] + (2.0, 2.5, 1.5, 2.0, 2.0)[cell.seed]
+        result = a_run("fedau", accuracy) | {"settings": trials[0][1]}
+        keep(out, column, {cell.key: {"spec_sha256": cell.hash, **result}})
+    return out
+
+
+@pytest.mark.slow
+def test_a_composition_is_compared_with_the_best_method_at_equal_cost(protocol, composed):
+    verdicts = judge(protocol, composed, [*ACCURACY, COMPOSED])
+    found = {each.measure: each for each in contests([verdicts])}
+    # On validation samples, FedAU is the best method at the bytes of FedAvg, and ReBaFL at its samples.
+    assert [(each.composition, each.method) for each in found.values()] == [(COMPOSED, "fedau"), (COMPOSED, "rebafl")]
+    assert found["at_bytes"].difference.mean == pytest.approx(2.0)
+    # The accuracies are 62, 64.5, 62.5, 62, 65 and 50, 51, 53, 50, 52.
+    assert found["at_samples"].difference.mean == pytest.approx(12.0)
+    text = pages.page(protocol, [verdicts])
+    assert "The composition is significantly more accurate in 2 of the 2 rows." in text
+    assert f"| dirichlet-label | at FedAvg's bytes | `{COMPOSED}` | `fedau` | +2.0 [" in text
+
+
+@pytest.mark.slow
+def test_without_compositions_there_is_no_section_about_them(protocol, out):
+    verdicts = judge(protocol, out)
+    assert contests([verdicts]) == []
+    assert "## Compositions" not in pages.page(protocol, [verdicts])
+
+
+@pytest.mark.slow
+def test_a_composition_that_is_worse_is_reported(protocol, composed):
+    verdicts = judge(protocol, composed, [*ACCURACY, COMPOSED])
+    for seed, run in verdicts.outcomes[COMPOSED].runs.items():
+        run["curve"][-1][1] = ACCURACY["fedau"][seed] - 20.0
+    text = pages.page(protocol, [verdicts])
+    assert "The composition is significantly more accurate in no row." in text
 
 
 @pytest.mark.parametrize(

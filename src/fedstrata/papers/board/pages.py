@@ -161,10 +161,11 @@ def _compositions(shown: Sequence[Verdicts]) -> list[str]:
         for place, each in enumerate(compared)
     ]
     headings = ["column", "cost", "best composition", "best method", "composition − method", "p (Holm)"]
+    counted = f"{better} of the {len(compared)} rows" if better else "no row"
     about = (
-        "Each row compares the composition with the best validation accuracy and the method with the best validation "
-        "accuracy, at the same cost. The differences are from new seeds. In "
-        f"{better or 'none'} of {len(compared)} rows, the composition is significantly more accurate."
+        "Each row compares the best composition with the best method at equal cost. Both are chosen by their accuracy "
+        "on the validation samples, and compared with new seeds. The composition is significantly more accurate in "
+        f"{counted}."
     )
     return ["## Compositions", "", about, "", *markdown_table(headings, rows, left=4).splitlines(), ""]
 
