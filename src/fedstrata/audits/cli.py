@@ -34,7 +34,7 @@ def _add_gradients(kinds: common.Commands) -> None:
     parser = _add_kind(kinds, "gradients", help, examples)
     _add_steps(parser)
     parser.add_argument(
-        "--sizes", type=int, nargs="+", metavar="N", help="numbers of samples per gradient to try (default: 1 2 4 8)"
+        "--sizes", type=int, nargs="+", metavar="N", help="numbers of samples per attacked gradient (default: 1 2 4 8)"
     )
     parser.add_argument(
         "--parts",

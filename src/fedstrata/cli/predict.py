@@ -30,14 +30,14 @@ def add_predict(commands: Commands) -> None:
         "run",
         type=Path,
         metavar="RUN",
-        help="folder of a run that was trained on a table, or folder with the result of a deployment's job",
+        help="folder of a run that trained a model on a table, or folder with the result of a deployment's job",
     )
     parser.add_argument("rows", type=Path, metavar="ROWS", help="CSV or Parquet file with the rows to predict")
     parser.add_argument(
         "--keep",
         default="",
         metavar="COLUMN,…",
-        help="comma-separated columns to copy from the table to the predictions, such as an id",
+        help="comma-separated names of columns to copy from the table to the predictions, such as id",
     )
     parser.add_argument("--out", type=Path, help="CSV file to write the predictions to (default: standard output)")
     add_trust(parser)

@@ -39,7 +39,7 @@ def add_reproduce(commands: common.Commands) -> None:
     help = "device on which the clients train: cpu, auto, cuda or cuda:N (default: cpu)"
     parser.add_argument("--device", default="cpu", help=help)
     parser.add_argument(
-        "--out", type=Path, help="folder for the pages and results (default: reproduced, or quick with --quick)"
+        "--out", type=Path, help="folder for the pages and results (default: reproduced/, or quick/ with --quick)"
     )
     parser.add_argument("--runs", type=Path, help="folder that contains the run folders (default: OUT/runs)")
     parser.add_argument(

@@ -32,7 +32,9 @@ def add_ledger(commands: common.Commands) -> None:
     parser.add_argument("--verify", action="store_true", help=help)
     help = "server's run folder, or the file ledgers.jsonl in this folder, to compare the ledger with; needs --verify"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
-    parser.add_argument("--site", metavar="NAME", help="name of the site at the server (default: name of the folder)")
+    parser.add_argument(
+        "--site", metavar="NAME", help="name under which the server knows the site (default: name of the folder)"
+    )
     parser.add_argument("--csv", action="store_true", help="print every entry as a line of CSV")
     common.add_output(parser, progress=False)
 
