@@ -20,15 +20,16 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""The minimum work, in seconds, for which it saves time to start worker processes, or to use running workers.
+"""The minimum work, in seconds, that justifies starting worker processes, or using workers that have already started.
 
 To decide whether to start workers, the engine also counts work that this process has already done without workers. For
-0.05 seconds of work, two processes are 1.1 times as fast as one process. For more work, they are up to twice as fast.
+0.05 seconds of work, two processes are 1.1 times as fast as one process. With more work, two processes are up to twice
+as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress, where n is the
-number of per-sample gradients that the group computes in a round.
+"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress. The group computes
+n per-sample gradients in a round.
 """
 
 GRACE = 5.0
@@ -188,7 +189,7 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay, in which clients train one model in turn.
+        """Begin a relay, in which clients train the same model one after another.
 
         If ``kind`` has a handler for whole relays, this handler computes the relay.
         """
@@ -205,7 +206,7 @@ class LocalEngine(Engine):
         self._pending = {}
 
     def close(self) -> None:
-        """Stop the worker processes, and remove the states on the disk."""
+        """Stop the worker processes, and delete the clients' states on the disk."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -281,7 +282,7 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the model that the last client returned, and the new state of this client."""
+        """Accept or reject the model that the latest client returned, and the new state of this client."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state

@@ -52,10 +52,11 @@ MOST_AT_ONCE = 8
 """Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""The number of worker deaths during a call after which the call's clients count as failed."""
+"""If this number of workers die during a call, the clients of the call count as failed."""
 
 CALL_PAYS = 0.005
-"""The minimum amount of work per call, in seconds. The engine combines clients with less work in one call."""
+"""The minimum amount of work per call, in seconds. The engine puts several clients into one call if each client has
+less work."""
 
 
 class ClientError(FedstrataError):
@@ -160,7 +161,7 @@ class RayEngine(Engine):
         self._states = {}
 
     def close(self) -> None:
-        """Stop the workers, and remove the states on the disk. If this engine started the cluster, stop the cluster."""
+        """Stop the workers, and the cluster if this engine started it. Delete the clients' states on the disk."""
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
@@ -224,7 +225,7 @@ class Call:
 
     Args:
         clients: The clients whose replies the worker computes.
-        work: The expected work of the call, in any unit that is equal for all calls.
+        work: The expected work of the call, in a unit that is the same for all calls.
         send: A function that sends the call to a worker and returns Ray's reference to the result.
         deaths: Number of workers that have died during this call.
     """

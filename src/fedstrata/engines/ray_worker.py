@@ -169,7 +169,7 @@ class Worker:
             client: The client.
             task: The encoded task.
             state: The client's encoded state.
-            sent: The encoded model; None to continue with the model that this worker returned last.
+            sent: The encoded model; None to continue with the latest model that this worker has returned.
         """
         weights: Weights | None = self._weights if sent is None else records.decode(sent)
         assert weights is not None

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 class Markov(Availability):
-    """Each client is alternately online and offline for random numbers of rounds.
+    """Each client alternates between online and offline periods of random lengths.
 
     In each round, including the first, a client is online with probability ``online_rounds / (online_rounds +
     offline_rounds)``.

@@ -14,7 +14,7 @@ from fedstrata.federation.availability import Availability, Clients, Population
 
 
 class Trace(Availability):
-    """A file lists the rounds in which each client is online.
+    """A file contains the rounds in which each client is online.
 
     Args:
         file: Path of a CSV file, relative to the spec or the working directory. A line ``client,first,last`` means that

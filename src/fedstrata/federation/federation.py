@@ -322,8 +322,8 @@ class Federation:
             check: See ``ask``.
 
         Returns:
-            The usable replies, sorted by client, and the bytes of all requests and of these replies. The events record
-            which clients are missing, and why.
+            The usable replies, sorted by client, and the total size in bytes of all requests and of these replies. The
+            events record which clients are missing, and why.
         """
         requests = Requests.of(range(self.config.clients), request)
         outcomes = self.engine.ask(requests, together=False)

@@ -223,7 +223,7 @@ class ModelRequest(Request):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names, shapes and dtypes of the reply's update; empty without an update.
+        """Return tensors with the names, shapes and dtypes of the reply's update; empty if there is no update.
 
         Args:
             message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message
@@ -238,8 +238,8 @@ class FitReply(Reply):
 
     Args:
         weights: The model after local training.
-        samples: Number of samples used in training. ``samples``, ``steps`` and ``seen`` are 0 if the request does not
-            allow counts.
+        samples: Number of samples used in training. ``samples``, ``steps`` and ``seen`` are 0 if the request has
+            ``counts = False``.
         steps: Number of mini-batch steps, K.
         seen: Number of per-sample gradients that the client computed.
         loss: Mean training loss over the steps.
@@ -342,8 +342,8 @@ class Fit(TrainingRequest):
         weights: The global model.
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
-        counts: Whether the reply may contain the number of samples used in training. The number would reveal the
-            client's size, so it is not allowed if clients keep their sizes private.
+        counts: Whether the reply may contain the number of samples used in training. Use False if clients keep their
+            sizes private, because the number reveals the client's size.
     """
 
     rule = RequestRule("the model after its local training")

@@ -217,7 +217,7 @@ class Training(Setting):
             test batches' statistics.
         execution: How sums over clients are computed. ``fused``: possibly in one pass over several clients.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
-        threads: Number of threads per PyTorch operation. Results with another number may differ by rounding.
+        threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
             one process per core if this is faster, otherwise one process.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.

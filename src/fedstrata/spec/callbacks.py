@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on the validation samples or, without them, on the test set.
+        """Return the metric on the validation samples or, if there are none, on the test set.
 
         Return None if the round was not evaluated.
         """

@@ -53,7 +53,7 @@ class Experiment(Setting):
             or a task of your own. Default: ``regression`` if some targets are not integers, otherwise
             ``classification``.
         partition: Partition, which assigns the training samples to clients.
-        availability: Model of dropouts and delays, which decides if and how fast clients reply in a round.
+        availability: Model of dropouts and delays, which determines whether and how fast clients reply in a round.
         attack: Simulated attack by some of the clients. Default: all clients are honest.
         method: Federated learning method, such as ``fedavg`` or ``scaffold``.
         model: Architecture of the model.
@@ -106,7 +106,7 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Set the primary metric for callbacks without a metric, so that the spec in the run folder names it."""
+        """Set the primary metric for callbacks without a metric, so that the spec in the run folder contains it."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
@@ -115,7 +115,7 @@ class Experiment(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the spec as nested dicts.
 
-        Leave out sections without effect that earlier versions did not have.
+        Leave out sections that have no effect and did not exist in earlier versions.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -139,8 +139,8 @@ class Experiment(Setting):
         """Create an experiment from a TOML file and from overrides of the form ``section.key=value``.
 
         Raises:
-            SpecError: The file is missing or not TOML, a key is unknown, or a value is wrong. The message names the
-                line.
+            SpecError: The file is missing or not TOML, a key is unknown, or a value is wrong. The message contains the
+                line number.
         """
         table = read_table(path, overrides)
         try:
@@ -186,7 +186,8 @@ class Experiment(Setting):
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a spec file as nested dicts, and apply overrides.
 
-    If the partition or the availability names a file, the function first searches the spec's folder.
+    If the section ``partition`` or ``availability`` sets a file, the function first looks for the file in the spec's
+    folder.
 
     Args:
         path: The spec file; None to start from an empty spec.
@@ -208,7 +209,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def _prefer_file_in(folder: Path, section: Any) -> None:
-    """If ``folder`` contains the file that a section names, replace the file's name with its path."""
+    """If ``folder`` contains the file that a section sets, replace the name of the file with its path in ``folder``."""
     if isinstance(section, dict) and isinstance(file := section.get("file"), str):
         with suppress(OSError):  # is_file raises this error if the name is too long
             if (local := folder / file).is_file():
@@ -376,8 +377,8 @@ def variants(
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
     A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
-    spec. Its key ``method.name`` selects the method; without this key, the label is the method's name. If no method has
-    this name, the spec's method is used.
+    spec. The table's key ``method.name`` selects the method; without this key, the label is the method's name. If no
+    method has this name, the spec's method is used.
 
     Args:
         table: The spec as nested dicts.

@@ -43,7 +43,7 @@ EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Update:
-    """A description of a sum's updates, which a codec may compress.
+    """A description of the updates in a sum. A codec may compress the updates.
 
     Args:
         prefix: The prefix of the names that ``Reply.split_update`` gives to the update's tensors.

@@ -94,8 +94,8 @@ With two sites, each site could compute the other site's vector from the sum.
 """
 
 Confirm = Literal["needed", "always"]
-"""Whether sites sign the set of contributors before they reveal shares: if a site is missing (``needed``), or
-always."""
+"""When sites must sign the set of contributors before they reveal shares: if a site is missing (``needed``), or
+``always``."""
 Seed = Literal["self", "pair"]
 
 
@@ -359,7 +359,7 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """The message that the server has unmasked the sum over a set of sites.
+    """An announcement: the server has unmasked the sum over a set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -371,7 +371,7 @@ class Opened(Message):
 
 
 def continued(question: bytes, members: Sequence[str]) -> bytes:
-    """Return the hash of a request whose sum must have the previous sum's contributors, ``members``."""
+    """Return the hash of a request whose sum must have the same contributors (``members``) as the previous sum."""
     return digest("continued", question, members)
 
 

@@ -28,7 +28,7 @@ Words = NDArray[np.uint32]
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
-"""The number of standard deviations of noise for which a sum has room. Larger noise reduces accuracy, but not privacy.
+"""A sum has room for noise up to this number of standard deviations. Larger noise reduces accuracy, but not privacy.
 """
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""

@@ -85,7 +85,7 @@ def ask_sum(
         request: The request.
         ring: The layout of the replies.
         work: See ``Federation.ask``.
-        continues: Whether all clients must answer, because the previous sum contains the replies of all of them.
+        continues: Whether all clients must answer, because the previous sum contains the replies of all these clients.
 
     Returns:
         The sum; None if too few clients answered. An event records the reason.

@@ -82,7 +82,7 @@ class _Joined:
 
 @dataclass
 class _Exchange:
-    """The exchange in which this site has sent its last vector."""
+    """The exchange in which this site has sent its latest vector."""
 
     number: int
     context: bytes
@@ -105,7 +105,7 @@ class Site:
         job: The hash of the job, which includes the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: Minimum number of a sum's sites with enough samples; at least 3.
+        parties: Minimum number of sites with enough samples in a sum; at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
         confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", it does
             not wait for signatures if all sites have sent their vectors, which is equally safe.
@@ -321,7 +321,7 @@ class Site:
             belongs to this vector.
 
         Raises:
-            RefusedError: The site has voted for another set, or the exchange is not the site's last exchange.
+            RefusedError: The site has voted for another set, or the exchange is not the site's latest exchange.
         """
         current, joined = self._exchange(message.exchange)
         members = sorted(message.members)
