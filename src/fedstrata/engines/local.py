@@ -61,7 +61,7 @@ class LocalEngine(Engine):
         self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """For each class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
+        """For each Python class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
         self._seconds_alone = 0.0
         """Seconds of work that this process has done since the engine was created."""
 
@@ -126,7 +126,7 @@ class LocalEngine(Engine):
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return the number of seconds without progress after which a group counts as stuck.
+        """Return how many seconds a group may take without progress before the group counts as stuck.
 
         In this time, all clients of the group could train for a round one after another.
         """
@@ -319,8 +319,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     Args:
         threads: The thread of each client, in the order of the members.
         group: The group.
-        patience: The number of seconds without progress after which the group counts as stuck, as in an endless loop.
-            Progress is a completed sum or the end of a thread. A stuck group makes the whole run fail; otherwise,
+        patience: If the group makes no progress for this number of seconds, the group counts as stuck, as in an endless
+            loop. Progress is a completed sum or the end of a thread. A stuck group makes the whole run fail; otherwise,
             results would depend on the clock.
 
     Raises:

@@ -39,8 +39,8 @@ START_SECONDS = 300.0
 """The maximum number of seconds to wait until the first worker is ready."""
 
 INLINE = 64 << 10
-"""The maximum size, in bytes, of requests that are sent with every call. The engine puts larger requests into Ray's
-object store."""
+"""The maximum size, in bytes, of a request that is sent as part of each call. The engine puts larger requests into
+Ray's object store."""
 
 AHEAD = 2
 """Maximum number of unfinished calls per worker.
@@ -94,7 +94,7 @@ class RayEngine(Engine):
         self._states: dict[ClientId, bytes] = {}
         self._exchange = 0
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """For each class of requests, the measured seconds per unit of work."""
+        """For each Python class of requests, the measured seconds per unit of work."""
         self._ray = _import_ray()
         with ExitStack() as closing:
             closing.callback(store.close)
@@ -304,7 +304,7 @@ class WorkerPool:
             self._wait()
 
     def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
-        """Run calls, each as soon as a worker can accept another call.
+        """Send each call to a worker as soon as a worker can accept another call.
 
         Yields:
             Each finished call with its result. The result is a ``Failure`` if ``DEATHS`` workers died during the call.
@@ -410,7 +410,7 @@ class WorkerPool:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error message. Ray's messages are long, and the last line names the cause."""
+    """Return the last line of an error message. Ray's messages are long, and their last line contains the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

@@ -55,7 +55,7 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Convert a context, with the keys that clients share, to the form that is sent to workers."""
+        """Convert a context and the clients' shared keys to the form that is sent to workers."""
         data = context.data
         tensors = data.tensors()
         # Leave out the test set and the server's data, which clients do not see.

@@ -266,7 +266,7 @@ class Combined(Availability):
         return online
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the simulated seconds that each client needs, from the settings of the first model, shape (n,)."""
+        """Return the simulated seconds that each client needs with the first model's settings, shape (n,)."""
         return self.models[0].seconds(clients, work, seed)
 
 

@@ -1,4 +1,4 @@
-"""Availability read from a file, such as a trace of real devices."""
+"""Read the availability of clients from a file, such as a trace of real devices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Trace(Availability):
             self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, population: Population) -> None:
-        """Raise ``SpecError`` if the file names a client that does not exist."""
+        """Raise ``SpecError`` if the file contains a client that does not exist."""
         unknown = [client for client in self._intervals if not 0 <= client < population.clients]
         if unknown:
             last = population.clients - 1
@@ -68,7 +68,7 @@ class Trace(Availability):
             raise SpecError("file", problem, self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in a round, according to the intervals in the file."""
+        """Return, for each client, whether the client is online in a round, according to the intervals in the file."""
         time = round if self.round_seconds is None else (round - 1) * self.round_seconds
         online = [any(a <= time <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
         return np.array(online, dtype=bool)

@@ -39,7 +39,8 @@ class FederationConfig:
         most_samples: The maximum number of samples that the server accepts in each client's reply, shape (N,); None if
             the server accepts any number.
         server_data: Training samples at the server, for methods that need such samples; None at clients.
-        weight_diversity: Whether methods that combine clients' models record the distances between these models.
+        weight_diversity: Whether to record the distances between clients' models, for methods that combine clients'
+            models.
         random: Whether the model's forward pass draws random numbers during training, as a dropout layer does.
         privacy: The privacy settings, such as the minimum number of samples from which a client may compute a reply.
         strata: Number of strata (groups of samples, such as classes); 0 if samples have no strata.
@@ -99,7 +100,7 @@ class RelaySession(Protocol):
         """Accept or reject the latest hop and the client's new state. Do not call this method after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops, and the complete reply or the failure of each of these hops."""
+        """Return the model after all accepted hops and, for each of these hops, the complete reply or the failure."""
 
 
 class SecureSums(Protocol):

@@ -256,7 +256,7 @@ class Exchanges:
         return replies
 
     def _log_failures(self, failures: Mapping[ClientId, Failure], refused: bool) -> None:
-        """Log the failures, except those of bystanders: clients that only waited for a client that failed.
+        """Log the failures, except the failures of bystanders, which only waited for a failed client.
 
         Log bystanders only if no other entry of the log explains why the exchange failed.
 

@@ -19,7 +19,7 @@ ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
 """The number of per-sample gradients that a client computes for its reply.
 
-It is a mapping from clients to numbers, or a function of the client's number of samples.
+The work is either a mapping from clients to numbers, or a function of the client's number of samples.
 """
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""
@@ -60,8 +60,8 @@ class RequestRule:
         description: A description of the reply's content that completes a sentence beginning with "It sends".
         phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
-        after: The Python class of another request, which a client must answer before this request. The server sends the
-            other request before the first round. The condition has no effect in jobs without the other request.
+        after: The Python class of an earlier request, which a client must answer before this request. The server sends
+            the earlier request before the first round. The condition has no effect in jobs without the earlier request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
             these clients fails, the server may send the same request again.

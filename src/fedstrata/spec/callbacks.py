@@ -120,7 +120,7 @@ class EarlyStopping(_Best):
 
     Args:
         patience: Number of consecutive evaluations without an improvement before the run stops.
-        min_delta: Minimum change of the metric that counts as an improvement.
+        min_delta: Maximum improvement of the metric that the callback ignores.
     """
 
     patience: PositiveInt = 5

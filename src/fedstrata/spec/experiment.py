@@ -316,7 +316,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         table: The nested dicts, which change in place.
         key: The key, such as ``training.lr``.
         value: The value.
-        given: The text that errors show, such as the whole override.
+        given: The text that error messages quote, such as the whole override.
 
     Raises:
         SpecError: A part of the key is empty, or the key treats a value as a section, as in ``seed.x``.

@@ -271,7 +271,7 @@ class WithMemory(Codec):
 
     Args:
         damping: Factor for a client's stored encoding error. The error is multiplied by this factor once for each round
-            since the client's last update.
+            since the client's latest update.
         forget_after: Number of rounds after which a client's stored encoding error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """
@@ -331,10 +331,10 @@ class PowerSGD(WithMemory):
     """A low-rank approximation of each parameter matrix, with error feedback (Vogels et al. 2019).
 
     Each tensor is treated as a matrix with one row per index of the first dimension. Let M_k be client k's matrix. The
-    sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P = Σ M_k Q with
-    orthonormal columns. Then, clients send M_kᵀ P. The sum of these matrices is the Q with which the next exchange
-    begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. A tensor is approximated only if it has
-    several dimensions and the approximation is smaller.
+    sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P: the sum Σ M_k Q with
+    orthonormalised columns. Then, clients send M_kᵀ P. The next exchange begins with the sum of these matrices as Q.
+    The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. A tensor is approximated only if it has several
+    dimensions and the approximation is smaller.
 
     The server decodes only the sums, unless a method needs each client's change.
 
@@ -423,7 +423,7 @@ class PowerSGD(WithMemory):
         return forms | {name: {"": (tuple(like[name].shape), dtype)} for name in rest}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return both factors P and Q of one change, from two power iterations that start at random matrices Q."""
+        """Return both factors P and Q of one change, after two power iterations that start at random matrices Q."""
         basis = self.first_basis(change, generator)
         for _ in range(2):
             frame = self.orthonormal(self.project(change, basis))

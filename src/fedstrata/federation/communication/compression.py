@@ -237,8 +237,8 @@ class Compression:
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.
 
-        The matrices come from the previous exchange. They are random in the first exchange and after a change of
-        shapes.
+        The matrices come from the previous exchange. In the first exchange and after a change of shapes, they are
+        random.
         """
         if not isinstance(codec, PowerSGD):
             return {}

@@ -124,7 +124,7 @@ def size_of_weights(weight: Weight) -> Summands:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the values in replies to training requests, known before the first round.
+    """Bounds on the values in replies to training requests, which are known before the first round.
 
     Args:
         config: The settings that server and clients share.
@@ -311,7 +311,7 @@ class ModelForm:
         return self.words(request.weights, reply, generator)
 
     def words(self, sent: Weights, reply: Any, generator: np.random.Generator) -> Words:
-        """Return a client's vector of integers, from the received model, the reply and the generator for rounding.
+        """Compute a client's vector of integers from the received model, the reply and the generator for rounding.
 
         Raises:
             WithheldError: A value is not finite, or a weight or a count is above its maximum.

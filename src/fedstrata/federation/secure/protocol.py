@@ -39,14 +39,14 @@ vectors of at least t − m honest sites.** The proof needs three checks by hone
 3. Each signature depends on its *context*: the job, the roster, R', the exchange and the request.
 
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
-The n − m honest sites have fewer votes.
+The n − m honest sites have fewer than 2(t − m) votes.
 
 *Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites did not vote for U. Honest
-sites that answered ``RevealAll`` revealed shares of self seeds. Consider an honest site outside U. With the colluders'
-shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only colluders
-reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never learns both
-seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest sites in U. An
-honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
+sites that answered ``RevealAll`` have revealed shares of self seeds. Consider an honest site outside U. With the
+colluders' shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only
+colluders reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never
+learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest
+sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
 
 *Suppose that no set is signed t times.* Then only colluders reveal shares of pair seeds. The masks cancel only in the
 sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are honest.
@@ -346,7 +346,7 @@ class RevealSet(Message):
 
 @record("secure/Shares")
 class Shares(Message):
-    """The shares that a site reveals, of other sites' seeds and of its own seeds.
+    """The shares that a site reveals: shares of other sites' seeds and of its own seeds.
 
     Args:
         selfs: A mapping from the owner of each self seed to the share of this seed.

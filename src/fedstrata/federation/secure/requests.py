@@ -1,4 +1,4 @@
-"""Requests to clients in secure sums, which contain the messages of the protocol."""
+"""Requests to clients that contain the messages of the protocol for secure sums."""
 
 from __future__ import annotations
 

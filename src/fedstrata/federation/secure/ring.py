@@ -141,7 +141,7 @@ class Ring:
             weights: The factors of the parts, between 0 and 1. Default: 1.
 
         Raises:
-            WithheldError: A number is not finite, or the weight or a count is out of range.
+            WithheldError: A number is not finite, or a weight or a count is out of range.
         """
         if parts.keys() != self.parts.keys() or counts.keys() != self.counts.keys():
             raise ValueError(f"the parts and counts are {[*parts, *counts]}, but must be {[*self.parts, *self.counts]}")
