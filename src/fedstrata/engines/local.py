@@ -73,8 +73,8 @@ class LocalEngine(Engine):
         Args:
             requests: See ``Engine.ask``.
             together: See ``Engine.ask``.
-            group: The group for ``all_reduce_sum``. Its members 0, 1, … are the clients in ascending order. Default: a
-                new group.
+            group: The group for ``all_reduce_sum``. The group's members 0, 1, … are the clients in ascending order.
+                Default: a new group.
         """
         if together:
             return self._ask_group(requests, group)

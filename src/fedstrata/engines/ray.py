@@ -45,7 +45,7 @@ Ray's object store."""
 AHEAD = 2
 """Maximum number of unfinished calls per worker.
 
-A worker gets its next call while it computes the current call, so that it does not wait between calls.
+A worker gets the next call while it computes the current call, so that the worker does not wait between calls.
 """
 
 MOST_AT_ONCE = 8

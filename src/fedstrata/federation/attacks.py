@@ -25,7 +25,7 @@ DEFAULT_SHARE = 0.2
 
 
 class Attack(Setting):
-    """Base class of attacks. It chooses the clients that attack.
+    """Base class of attacks. An ``Attack`` determines which clients attack.
 
     Args:
         share: Fraction of clients that attack. The experiment's seed determines the attackers of all rounds. Default:

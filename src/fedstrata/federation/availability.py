@@ -279,7 +279,7 @@ def _seed_of(place: int, seed: int) -> int:
 
 
 class Availabilities(Registry[Availability]):
-    """The registry of availability models. From a list of models, it makes one ``Combined`` model."""
+    """The registry of availability models. The registry makes one ``Combined`` model from a list of models."""
 
     def parse(self, value: object) -> Availability:
         """Build an availability model from a name, a dict with a ``name``, or a list of names and dicts."""

@@ -89,7 +89,7 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401). The
     probability is smaller if the client's mean online period would otherwise be shorter than one round. The function
     stores no state. Each call recomputes the chain, starting at the latest round in which a client's state did not
-    depend on its previous state.
+    depend on the state in the round before.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).

@@ -274,9 +274,9 @@ class Exchanges:
     ) -> None:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
-        A fault in the program is assumed if all clients with a request raised an exception, and no client has ever
-        answered a request of these Python classes. In a federation of two or more clients, at least two clients must
-        also have received a request.
+        A fault is assumed if all clients with a request raised an exception, and no client has ever answered a request
+        of these Python classes. In a federation of two or more clients, at least two clients must also have received a
+        request.
 
         Args:
             asked: The clients that got a request.

@@ -360,7 +360,7 @@ class Federation:
             on_reply: A function that is called after each hop. Its arguments are the index of the task in ``tasks``,
                 and the reply. The reply is None if the hop was skipped. An engine that computes the relay in one pass
                 may notice a failure only at the end. The function is then called a second time for the failed hop, with
-                None.
+                None as the reply.
             work: A function that returns the number of per-sample gradients, given a task and the client's number of
                 samples.
         """

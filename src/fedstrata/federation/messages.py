@@ -1,7 +1,7 @@
 """Messages between server and clients: immutable records of tensors (on the CPU) and plain values.
 
-A method that needs another kind of request defines subclasses of ``Request`` and ``Reply``, and a handler: a function
-that computes a client's reply (``fedstrata.clients.handling``).
+A method that needs another kind of request defines subclasses of ``Request`` and ``Reply``. The method also defines a
+handler, which is a function that computes a client's reply (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations

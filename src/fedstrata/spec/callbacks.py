@@ -161,8 +161,8 @@ class EarlyStopping(_Best):
 class KeepBest(_Best):
     """Stores the model of the best round as ``best.safetensors`` in the run folder.
 
-    The callback compares results on the validation samples. Without validation samples, it uses the test set, which
-    makes test results too optimistic.
+    The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
+    which makes test results too optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Experiment(Setting):
         communication: Compression of models and updates.
         privacy: Secure sums, minimum numbers of samples, and differential privacy.
         callbacks: Callbacks, which observe the run and may stop it, such as ``["early-stopping"]``.
-        tracking: Programs that display the run, such as TensorBoard. They do not change results.
+        tracking: Programs that display the run, such as TensorBoard. These programs do not change results.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
     >>> spec.method.name, spec.training.rounds, spec.data.name
@@ -152,8 +152,8 @@ class Experiment(Setting):
         """Return a copy with some settings replaced. The new settings are checked.
 
         Args:
-            sections: The new values. A dict changes only the settings that it contains, except that a dict with a
-                different ``name`` replaces the whole section.
+            sections: The new values. A dict changes only the settings that it contains. If the dict has a different
+                ``name``, it replaces the whole section.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -459,8 +459,9 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
     """Return True if an override applies to an experiment.
 
-    An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``, or if the experiment and the spec have the same ``name`` in this section.
+    An override of ``method`` applies if the experiment's method has the key. In other sections, an override of ``name``
+    always applies. An override of another key applies if the experiment and the spec have the same ``name`` in the
+    section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.

@@ -41,7 +41,7 @@ from fedstrata.federation.secure.ring import Total
 
 @record("ChannelState")
 class CompressionState:
-    """The server's state for encoding and decoding messages. It is part of a checkpoint.
+    """The server's state for encoding and decoding messages. The state is part of a checkpoint.
 
     Args:
         exchange: Id of the latest exchange of requests and replies.
@@ -174,7 +174,7 @@ class Compression:
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
         """Yield one or two exchanges in which clients answer encoded requests; see ``Legs``.
 
-        Requests without a model are sent without encoding.
+        Requests without a model are not encoded.
 
         Raises:
             FedstrataError: The requests contain a model, but differ between clients.

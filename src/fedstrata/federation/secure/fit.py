@@ -66,8 +66,8 @@ class Numbers:
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
         update: The description of the updates, if the numbers are updates that a codec may compress; otherwise None.
-        needs_model: Whether ``values`` needs the model. If so, the numbers cannot be summed together with a compressed
-            update.
+        needs_model: Whether ``values`` needs the model. Numbers that need the model cannot be summed together with a
+            compressed update.
     """
 
     values: Callable[[Weights, Any], Params]

@@ -104,7 +104,7 @@ def default_threshold(sites: int, colluding: int = 0) -> int:
 
     Args:
         sites: Number n of sites.
-        colluding: Number m of sites that may collude with the server, so that 2t > n + m.
+        colluding: Number m of sites that may collude with the server. The threshold is chosen so that 2t > n + m.
 
     >>> [default_threshold(n) for n in (3, 4, 5, 10, 20)], default_threshold(5, colluding=3)
     ([3, 3, 4, 7, 14], 5)
@@ -255,7 +255,7 @@ class Delivery(Message):
 
 @record("secure/Begin")
 class Begin(Message):
-    """The message that begins an exchange. A site receives it together with the request.
+    """The message that begins an exchange. A site receives this message together with the request.
 
     Args:
         roster: The hash of the roster.

@@ -5,7 +5,7 @@ integer, in units of ``range / Q``. Counts are sent unchanged. Q is small enough
 overflow. The sum modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of the
 sites.
 
-For differential privacy, each site can add noise to its vector. Q is then smaller, to leave room for the noise.
+For differential privacy, each site can add noise to its vector. With noise, Q is smaller, to leave room for the noise.
 """
 
 from __future__ import annotations

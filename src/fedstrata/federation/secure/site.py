@@ -115,7 +115,8 @@ class Site:
     """
 
     colluding = 0
-    """Number of other sites that may collude with the server. It determines the smallest accepted threshold."""
+    """Number of other sites that may collude with the server. This number determines the smallest accepted
+    threshold."""
 
     def __init__(
         self,
@@ -318,8 +319,8 @@ class Site:
         """Delete the secrets of an exchange after the server has unmasked its sum.
 
         Returns:
-            True if the server says that the sum contains this site's vector. The caller then keeps the new state that
-            belongs to this vector.
+            True if the server says that the sum contains this site's vector. If True, the caller keeps the new state
+            that belongs to this vector.
 
         Raises:
             RefusedError: The site has voted for another set, or the exchange is not the site's latest exchange.
