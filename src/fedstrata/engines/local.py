@@ -20,15 +20,16 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""The minimum work, in seconds, for which it saves time to start worker processes, or to use running workers.
+"""The minimum work, in seconds, that justifies starting worker processes, or using workers that have already started.
 
 To decide whether to start workers, the engine also counts work that this process has already done without workers. For
-0.05 seconds of work, two processes are 1.1 times as fast as one process. For more work, they are up to twice as fast.
+0.05 seconds of work, two processes are 1.1 times as fast as one process. With more work, two processes are up to twice
+as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress, where n is the
-number of per-sample gradients that the group computes in a round.
+"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress. The group computes
+n per-sample gradients in a round.
 """
 
 GRACE = 5.0
@@ -60,7 +61,7 @@ class LocalEngine(Engine):
         self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """For each class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
+        """For each Python class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
         self._seconds_alone = 0.0
         """Seconds of work that this process has done since the engine was created."""
 
@@ -72,8 +73,8 @@ class LocalEngine(Engine):
         Args:
             requests: See ``Engine.ask``.
             together: See ``Engine.ask``.
-            group: The group for ``all_reduce_sum``. Its members 0, 1, … are the clients in ascending order. Default: a
-                new group.
+            group: The group for ``all_reduce_sum``. The group's members 0, 1, … are the clients in ascending order.
+                Default: a new group.
         """
         if together:
             return self._ask_group(requests, group)
@@ -125,7 +126,7 @@ class LocalEngine(Engine):
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return the number of seconds without progress after which a group counts as stuck.
+        """Return how many seconds a group may take without progress before the group counts as stuck.
 
         In this time, all clients of the group could train for a round one after another.
         """
@@ -188,7 +189,7 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay, in which clients train one model in turn.
+        """Begin a relay, in which clients train the same model one after another.
 
         If ``kind`` has a handler for whole relays, this handler computes the relay.
         """
@@ -205,7 +206,7 @@ class LocalEngine(Engine):
         self._pending = {}
 
     def close(self) -> None:
-        """Stop the worker processes, and remove the states on the disk."""
+        """Stop the worker processes, and delete the clients' states on the disk."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -281,7 +282,7 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the model that the last client returned, and the new state of this client."""
+        """Accept or reject the model that the latest client returned, and the new state of this client."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
@@ -318,8 +319,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     Args:
         threads: The thread of each client, in the order of the members.
         group: The group.
-        patience: The number of seconds without progress after which the group counts as stuck, as in an endless loop.
-            Progress is a completed sum or the end of a thread. A stuck group makes the whole run fail; otherwise,
+        patience: If the group makes no progress for this number of seconds, the group counts as stuck, as in an endless
+            loop. Progress is a completed sum or the end of a thread. A stuck group makes the whole run fail; otherwise,
             results would depend on the clock.
 
     Raises:

@@ -39,23 +39,24 @@ START_SECONDS = 300.0
 """The maximum number of seconds to wait until the first worker is ready."""
 
 INLINE = 64 << 10
-"""The maximum size, in bytes, of requests that are sent with every call. The engine puts larger requests into Ray's
-object store."""
+"""The maximum size, in bytes, of a request that is sent as part of each call. The engine puts larger requests into
+Ray's object store."""
 
 AHEAD = 2
 """Maximum number of unfinished calls per worker.
 
-A worker gets its next call while it computes the current call, so that it does not wait between calls.
+A worker gets the next call while it computes the current call, so that the worker does not wait between calls.
 """
 
 MOST_AT_ONCE = 8
 """Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""The number of worker deaths during a call after which the call's clients count as failed."""
+"""If this number of workers die during a call, the clients of the call count as failed."""
 
 CALL_PAYS = 0.005
-"""The minimum amount of work per call, in seconds. The engine combines clients with less work in one call."""
+"""The minimum amount of work per call, in seconds. The engine puts several clients into one call if each client has
+less work."""
 
 
 class ClientError(FedstrataError):
@@ -93,7 +94,7 @@ class RayEngine(Engine):
         self._states: dict[ClientId, bytes] = {}
         self._exchange = 0
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """For each class of requests, the measured seconds per unit of work."""
+        """For each Python class of requests, the measured seconds per unit of work."""
         self._ray = _import_ray()
         with ExitStack() as closing:
             closing.callback(store.close)
@@ -160,7 +161,7 @@ class RayEngine(Engine):
         self._states = {}
 
     def close(self) -> None:
-        """Stop the workers, and remove the states on the disk. If this engine started the cluster, stop the cluster."""
+        """Stop the workers, and the cluster if this engine started it. Delete the clients' states on the disk."""
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
@@ -224,7 +225,7 @@ class Call:
 
     Args:
         clients: The clients whose replies the worker computes.
-        work: The expected work of the call, in any unit that is equal for all calls.
+        work: The expected work of the call, in a unit that is the same for all calls.
         send: A function that sends the call to a worker and returns Ray's reference to the result.
         deaths: Number of workers that have died during this call.
     """
@@ -303,7 +304,7 @@ class WorkerPool:
             self._wait()
 
     def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
-        """Run calls, each as soon as a worker can accept another call.
+        """Send each call to a worker as soon as a worker can accept another call.
 
         Yields:
             Each finished call with its result. The result is a ``Failure`` if ``DEATHS`` workers died during the call.
@@ -409,7 +410,7 @@ class WorkerPool:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error message. Ray's messages are long, and the last line names the cause."""
+    """Return the last line of an error message. Ray's messages are long, and their last line contains the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

@@ -55,7 +55,7 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Convert a context, with the keys that clients share, to the form that is sent to workers."""
+        """Convert a context and the clients' shared keys to the form that is sent to workers."""
         data = context.data
         tensors = data.tensors()
         # Leave out the test set and the server's data, which clients do not see.
@@ -169,7 +169,7 @@ class Worker:
             client: The client.
             task: The encoded task.
             state: The client's encoded state.
-            sent: The encoded model; None to continue with the model that this worker returned last.
+            sent: The encoded model; None to continue with the latest model that this worker has returned.
         """
         weights: Weights | None = self._weights if sent is None else records.decode(sent)
         assert weights is not None

@@ -69,8 +69,8 @@ class SampleLimit:
 
     Args:
         samples: The maximum number of samples.
-        reason: The reason for the limit, as the rest of a sentence that begins with "the reply", such as "uses at most
-            32 samples".
+        reason: The reason for the limit. It completes a sentence that begins with "the reply", for example "uses at
+            most 32 samples".
     """
 
     samples: int
@@ -85,8 +85,8 @@ class Allowed:
         request: The Python class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to accepted values. Use a ``Bound`` for a field with several
             accepted values. Fields that are not in the mapping may have any value.
-        times: Maximum number of times that a client answers the request. With None, only the request's ``Order`` or the
-            client's data restrict the number.
+        times: Maximum number of times that a client answers the request. With None, the number is limited only by the
+            request's ``Order`` or by the client's data.
         per: Whether ``times`` applies to each phase of a round, or to the whole run.
         rounds: The rounds in which the server may send the request: a range, or a function that returns True for these
             rounds. Default: every round.
@@ -138,7 +138,7 @@ class Allowed:
         return ""
 
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
-        """Return the sample limit of this request if it is too small for any client to reply; otherwise None.
+        """Return the sample limit of this request if the limit is too small for any client to reply; otherwise None.
 
         No client may reply if the limit is below ``privacy.min_samples``. The exception is a request that lets a client
         move samples of a small batch to a later batch.
@@ -203,7 +203,7 @@ def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
 def declares(cls: type, declaration: str, *hooks: str) -> bool:
     """Return True if a Python class declares all requests that it sends.
 
-    If the class overrides a method that sends requests, an inherited declaration does not count.
+    An inherited declaration is ignored if the class overrides a method that sends requests.
 
     Args:
         cls: The Python class.

@@ -25,10 +25,11 @@ DEFAULT_SHARE = 0.2
 
 
 class Attack(Setting):
-    """Base class of attacks. It chooses the clients that attack.
+    """Base class of attacks. An ``Attack`` determines which clients attack.
 
     Args:
-        share: Fraction of clients, drawn with the experiment's seed, that attack in every round. Default: 0.2.
+        share: Fraction of clients that attack. The experiment's seed determines the attackers of all rounds. Default:
+            0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 
@@ -156,7 +157,7 @@ class SignFlip(Attack):
     scale: PositiveFloat = 1.0
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return the update times −``scale``."""
+        """Return the update, multiplied by −``scale``."""
         return -self.scale * update
 
 

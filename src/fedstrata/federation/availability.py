@@ -1,7 +1,7 @@
 """Simulate which clients drop out of a round, and how fast clients are (availability models).
 
-Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``, it
-also depends on the other clients. A resumed run therefore needs no stored state of these models.
+Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``, a
+client's state also depends on the other clients. A resumed run therefore needs no stored state of these models.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only these.
+        announced: Whether the server knows which clients are online, and invites only online clients.
         deadline: Simulated seconds that the server waits for replies. Default: unlimited.
         seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
         speed_spread: Standard deviation of the logarithms of the clients' speeds.
@@ -88,7 +88,7 @@ class Availability(Setting):
 
     @property
     def simulates_time(self) -> bool:
-        """Whether time is simulated: the settings contain a deadline, different client speeds or a network."""
+        """Whether time is simulated, because the settings contain a deadline, different client speeds or a network."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
@@ -106,7 +106,7 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round. It may store values for ``online`` in a
+        This method is called once before the first round. It may store values for the method ``online`` in a
         ``pydantic.PrivateAttr``.
 
         Args:
@@ -115,7 +115,7 @@ class Availability(Setting):
 
     @abstractmethod
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in a round.
+        """Return, for each client, whether the client is online in a round.
 
         Args:
             clients: The clients, shape (n,).
@@ -181,7 +181,7 @@ class Persistent(Availability):
     period: PositiveInt = 20
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in the period that contains the round."""
+        """Return, for each client, whether the client is online in the period that contains the round."""
         return uniforms(seed, "online", (round - 1) // self.period, clients) < self.p
 
 
@@ -259,14 +259,14 @@ class Combined(Availability):
             under(str(place), partial(model.check, replace(population, seed=_seed_of(place, population.seed))))
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in all models."""
+        """Return, for each client, whether the client is online in all models."""
         online = np.ones(len(clients), dtype=bool)
         for place, model in enumerate(self.models):
             online &= model.online(clients, round, _seed_of(place, seed))
         return online
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the simulated seconds that each client needs, from the settings of the first model, shape (n,)."""
+        """Return the simulated seconds that each client needs with the first model's settings, shape (n,)."""
         return self.models[0].seconds(clients, work, seed)
 
 
@@ -279,7 +279,7 @@ def _seed_of(place: int, seed: int) -> int:
 
 
 class Availabilities(Registry[Availability]):
-    """The registry of availability models. From a list of models, it makes one ``Combined`` model."""
+    """The registry of availability models. The registry makes one ``Combined`` model from a list of models."""
 
     def parse(self, value: object) -> Availability:
         """Build an availability model from a name, a dict with a ``name``, or a list of names and dicts."""

@@ -1,4 +1,4 @@
-"""Availability that depends on the labels or the number of a client's samples."""
+"""Availability that depends on a client's labels or on its number of samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Correlated(Availability):
     Args:
         mean: Mean probability that a client is online, before clipping to [``least``, 1].
         least: Minimum probability that a client is online.
-        pattern: How clients go online and offline: by ``independent`` draws per round, or as in ``markov`` or
+        pattern: How clients go online and offline: at random in each round (``independent``), or as in ``markov`` or
             ``cyclic``.
         offline_rounds: Mean number of rounds that a client stays offline, with ``pattern = "markov"``.
         period: Length of a period in rounds, with ``pattern = "cyclic"``.
@@ -51,7 +51,7 @@ class Correlated(Availability):
         """
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online, according to its probability and the pattern."""
+        """Return, for each client, whether the client is online, according to its probability and the pattern."""
         p = self._p[clients]
         if self.pattern == "markov":
             return in_spells(p, self.offline_rounds, clients, round, seed)

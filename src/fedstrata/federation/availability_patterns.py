@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 class Markov(Availability):
-    """Each client is alternately online and offline for random numbers of rounds.
+    """Each client alternates between online and offline periods of random lengths.
 
     In each round, including the first, a client is online with probability ``online_rounds / (online_rounds +
     offline_rounds)``.
@@ -30,7 +30,7 @@ class Markov(Availability):
     offline_rounds: float = Field(default=10.0, ge=1)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in the round, according to the state of the client's Markov chain."""
+        """Return, for each client, whether the client's Markov chain is in the online state in the round."""
         p = self.online_rounds / (self.online_rounds + self.offline_rounds)
         return in_spells(np.full(len(clients), p), self.offline_rounds, clients, round, seed)
 
@@ -47,7 +47,7 @@ class Cyclic(Availability):
     period: PositiveInt = 100
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether the round is in the online part of each client's period."""
+        """Return, for each client, whether the round is in the online part of the client's period."""
         return in_cycles(np.full(len(clients), self.p), self.period, clients, round, seed)
 
 
@@ -84,12 +84,12 @@ class Diurnal(Availability):
 
 
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return whether each client is online, according to a Markov chain that is stationary from round 1.
+    """Return, for each client, whether the client's Markov chain (stationary from round 1) is in the online state.
 
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401). The
     probability is smaller if the client's mean online period would otherwise be shorter than one round. The function
     stores no state. Each call recomputes the chain, starting at the latest round in which a client's state did not
-    depend on its previous state.
+    depend on the state in the round before.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).
@@ -118,7 +118,7 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
 
 
 def in_cycles(p: Floats, period: int, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return whether a round is in the online part of each client's period.
+    """Return, for each client, whether a round is in the online part of the client's period.
 
     Args:
         p: The fraction of the period in which each client is online, shape (n,).

@@ -1,4 +1,4 @@
-"""Availability read from a file, such as a trace of real devices."""
+"""Read the availability of clients from a file, such as a trace of real devices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedstrata.federation.availability import Availability, Clients, Population
 
 
 class Trace(Availability):
-    """A file lists the rounds in which each client is online.
+    """A file contains the rounds in which each client is online.
 
     Args:
         file: Path of a CSV file, relative to the spec or the working directory. A line ``client,first,last`` means that
             a client is online from round ``first`` (counted from 1) to round ``last``.
-        round_seconds: Seconds from the start of one round to the next. If set, ``first`` and ``last`` are seconds since
-            the start of round 1.
+        round_seconds: Seconds from the start of one round to the next. With this setting, ``first`` and ``last`` are
+            seconds since the start of round 1.
     """
 
     file: str
@@ -60,7 +60,7 @@ class Trace(Availability):
             self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, population: Population) -> None:
-        """Raise ``SpecError`` if the file names a client that does not exist."""
+        """Raise ``SpecError`` if the file contains a client that does not exist."""
         unknown = [client for client in self._intervals if not 0 <= client < population.clients]
         if unknown:
             last = population.clients - 1
@@ -68,7 +68,7 @@ class Trace(Availability):
             raise SpecError("file", problem, self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in a round, according to the intervals in the file."""
+        """Return, for each client, whether the client is online in a round, according to the intervals in the file."""
         time = round if self.round_seconds is None else (round - 1) * self.round_seconds
         online = [any(a <= time <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
         return np.array(online, dtype=bool)

@@ -19,7 +19,7 @@ class Clock:
     """A clock that simulates how long each exchange of requests and replies takes.
 
     Args:
-        availability: The model that simulates how fast clients compute, send and receive.
+        availability: The availability model, which simulates how fast clients compute, send and receive.
         seed: The experiment's seed.
     """
 

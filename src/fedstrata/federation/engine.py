@@ -39,7 +39,8 @@ class FederationConfig:
         most_samples: The maximum number of samples that the server accepts in each client's reply, shape (N,); None if
             the server accepts any number.
         server_data: Training samples at the server, for methods that need such samples; None at clients.
-        weight_diversity: Whether methods that combine clients' models record the distances between these models.
+        weight_diversity: Whether to record the distances between clients' models, for methods that combine clients'
+            models.
         random: Whether the model's forward pass draws random numbers during training, as a dropout layer does.
         privacy: The privacy settings, such as the minimum number of samples from which a client may compute a reply.
         strata: Number of strata (groups of samples, such as classes); 0 if samples have no strata.
@@ -72,7 +73,7 @@ class Failure:
     Args:
         reason: Why the client's reply is missing or cannot be used, in words.
         error: The client's exception; None if the client did not raise an exception.
-        bystander: Whether the reply is missing only because another client of the group failed.
+        bystander: Whether the reply is missing only because it needs tensors of another client, which failed.
         refused: Whether the reply was refused: the server cannot use the reply, or the client withheld the reply.
     """
 
@@ -96,10 +97,10 @@ class RelaySession(Protocol):
         """
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last hop and the client's new state. Do not call this method after a ``Failure``."""
+        """Accept or reject the latest hop and the client's new state. Do not call this method after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops, and the complete reply or the failure of each of these hops."""
+        """Return the model after all accepted hops and, for each of these hops, the complete reply or the failure."""
 
 
 class SecureSums(Protocol):
@@ -137,7 +138,8 @@ class Engine(ABC):
     The training loop removes events that it has recorded. With None, the engine reports no events."""
 
     secret = False
-    """Whether clients take their noise from the operating system (in a deployment) instead of the spec's seed."""
+    """Whether clients compute their noise from the operating system's random numbers, as in a deployment, instead of
+    the spec's seed."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
@@ -216,7 +218,7 @@ class HopByHop:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Continue with the model of the last hop if the hop is accepted, otherwise with the model before the hop."""
+        """Continue with the model of the latest hop if the hop is accepted, otherwise with the model before the hop."""
         assert self._moved is not None
         client, moved, reply = self._moved
         self._engine.commit([client] if accepted else [])

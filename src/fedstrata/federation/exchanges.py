@@ -211,7 +211,7 @@ class Exchanges:
         Args:
             asked: The requests that were sent.
             outcomes: The reply or the failure of each client.
-            together: Whether the clients added up tensors with each other, so that each reply depends on all of them.
+            together: Whether the clients added up tensors with each other, so that each reply depends on all clients.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
         log, replies = self.log, Replies()
@@ -256,7 +256,7 @@ class Exchanges:
         return replies
 
     def _log_failures(self, failures: Mapping[ClientId, Failure], refused: bool) -> None:
-        """Log the failures, except those of bystanders: clients that only waited for a client that failed.
+        """Log the failures, except the failures of bystanders, which only waited for a failed client.
 
         Log bystanders only if no other entry of the log explains why the exchange failed.
 
@@ -274,9 +274,9 @@ class Exchanges:
     ) -> None:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
-        A fault in the program is assumed if all clients with a request raised an exception, and no client has ever
-        answered a request of these Python classes. In a federation of two or more clients, at least two clients must
-        also have received a request.
+        A fault is assumed if all clients with a request raised an exception, and no client has ever answered a request
+        of these Python classes. In a federation of two or more clients, at least two clients must also have received a
+        request.
 
         Args:
             asked: The clients that got a request.

@@ -81,7 +81,7 @@ exchange, receives the replies, and finally returns the replies for the method.
 
 @dataclass(frozen=True)
 class SummedLeg:
-    """One secure sum. With PowerSGD, the sum of the clients' replies takes two secure sums.
+    """One secure sum. With PowerSGD, the sum of the clients' replies requires two secure sums.
 
     Args:
         request: The request as it is sent, possibly encoded.
@@ -124,7 +124,7 @@ class Federation:
         legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. Use
             ``Compression.legs`` (``fedstrata.federation.communication``) to encode models and updates.
         summed_legs: A function that divides a secure sum of replies into exchanges. Default: one exchange.
-        attack: The attack that some clients make; None if all clients are honest.
+        attack: The attack that some clients carry out; None if all clients are honest.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Federation:
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
         """Return a new random generator.
 
-        Its seed depends on the purpose, the round and the client (default: the server).
+        The generator's seed depends on the purpose, the round and the client (default: the server).
         """
         return rng(self.config.seed, purpose, self.round, client)
 
@@ -209,8 +209,8 @@ class Federation:
                 knowledge.
 
         Returns:
-            The replies, sorted by client. Clients that dropped out, failed, were late or were refused are missing;
-            ``events`` contains the reasons.
+            The replies, sorted by client. Clients without a usable reply are missing. ``events`` contains the reasons:
+            dropouts, failures, delays and refused replies.
 
         Raises:
             QuorumError: Fewer than ``quorum`` clients sent usable replies.
@@ -231,7 +231,8 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        Even if an engine computes the sum in one pass, the log counts the full size of each client's request and reply.
+        Even if an engine computes the sum in one pass, the log includes the full size of each client's request and
+        reply.
 
         Returns:
             The sum over the clients that answered; None if no client answered.
@@ -322,8 +323,8 @@ class Federation:
             check: See ``ask``.
 
         Returns:
-            The usable replies, sorted by client, and the bytes of all requests and of these replies. The events record
-            which clients are missing, and why.
+            The usable replies, sorted by client, and the total size in bytes of all requests and of these replies.
+            Events show which clients are missing, and why.
         """
         requests = Requests.of(range(self.config.clients), request)
         outcomes = self.engine.ask(requests, together=False)
@@ -356,9 +357,10 @@ class Federation:
             tasks: Pairs of a client and its task; all tasks have the same Python class. Each pair is read only
                 after the previous hop, so a generator can choose the pair based on earlier replies.
             weights: The model that the first client gets.
-            on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
-                The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a
-                failure only at the end. The function is then called a second time for the failed hop, with None.
+            on_reply: A function that is called after each hop. Its arguments are the index of the task in ``tasks``,
+                and the reply. The reply is None if the hop was skipped. An engine that computes the relay in one pass
+                may notice a failure only at the end. The function is then called a second time for the failed hop, with
+                None as the reply.
             work: A function that returns the number of per-sample gradients, given a task and the client's number of
                 samples.
         """

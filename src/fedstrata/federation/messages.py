@@ -1,7 +1,7 @@
 """Messages between server and clients: immutable records of tensors (on the CPU) and plain values.
 
-A method that needs another kind of request defines subclasses of ``Request`` and ``Reply``, and a handler: a function
-that computes a client's reply (``fedstrata.clients.handling``).
+A method that needs another kind of request defines subclasses of ``Request`` and ``Reply``. The method also defines a
+handler, which is a function that computes a client's reply (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
 """The number of per-sample gradients that a client computes for its reply.
 
-It is a mapping from clients to numbers, or a function of the client's number of samples.
+The work is either a mapping from clients to numbers, or a function of the client's number of samples.
 """
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""
@@ -60,8 +60,8 @@ class RequestRule:
         description: A description of the reply's content that completes a sentence beginning with "It sends".
         phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
-        after: The Python class of another request, which a client must answer before this request. The server sends the
-            other request before the first round. The condition has no effect in jobs without the other request.
+        after: The Python class of an earlier request, which a client must answer before this request. The server sends
+            the earlier request before the first round. The condition has no effect in jobs without the earlier request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
             these clients fails, the server may send the same request again.
@@ -223,7 +223,7 @@ class ModelRequest(Request):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names, shapes and dtypes of the reply's update; empty without an update.
+        """Return tensors with the names, shapes and dtypes of the reply's update; empty if there is no update.
 
         Args:
             message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message
@@ -238,8 +238,8 @@ class FitReply(Reply):
 
     Args:
         weights: The model after local training.
-        samples: Number of samples used in training. ``samples``, ``steps`` and ``seen`` are 0 if the request does not
-            allow counts.
+        samples: Number of samples used in training. ``samples``, ``steps`` and ``seen`` are 0 if the request has
+            ``counts = False``.
         steps: Number of mini-batch steps, K.
         seen: Number of per-sample gradients that the client computed.
         loss: Mean training loss over the steps.
@@ -342,8 +342,8 @@ class Fit(TrainingRequest):
         weights: The global model.
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
-        counts: Whether the reply may contain the number of samples used in training. The number would reveal the
-            client's size, so it is not allowed if clients keep their sizes private.
+        counts: Whether the reply may contain the number of samples used in training. Use False if clients keep their
+            sizes private, because the number reveals the client's size.
     """
 
     rule = RequestRule("the model after its local training")

@@ -84,7 +84,7 @@ class SGD(LocalOptimizer):
 class AdamW(LocalOptimizer):
     """AdamW (Loshchilov and Hutter 2019).
 
-    The steps are those of ``torch.optim.AdamW``. The setting ``training.momentum`` must be 0.
+    The steps equal the steps of ``torch.optim.AdamW``. The setting ``training.momentum`` must be 0.
 
     Args:
         betas: Decay rates β₁ and β₂ of the running means of the gradient and its square.

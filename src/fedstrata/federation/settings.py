@@ -56,8 +56,8 @@ class DPSGD(Setting):
         noise: Noise multiplier: the noise in the sum of gradients has the standard deviation ``noise`` × ``clip``.
         delta: Value of δ in (ε, δ)-differential privacy. For a client with n samples, choose a value below 1 / n.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget. In
-            deployments, the server checks the budget only from round 2. With secure sums, each site sets the budget in
-            its policy instead.
+            deployments, the server checks the budget only from round 2 on. With secure sums, each site sets the budget
+            in its policy instead.
     """
 
     clip: PositiveFloat
@@ -89,8 +89,8 @@ class ClientDP(Setting):
             clients add the noise, the standard deviation can be larger.
         delta: Value of δ in (ε, δ)-differential privacy. With N clients, choose a value below 1 / N.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget.
-        participations: Maximum number of rounds to which a client is invited. If set, ε is computed without privacy
-            amplification by client sampling.
+        participations: Maximum number of rounds to which a client is invited. With a maximum, ε is computed without
+            privacy amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
         colluding: Number of clients that may reveal their noise to the server without weakening ε. With 0, ε does not
@@ -217,7 +217,7 @@ class Training(Setting):
             test batches' statistics.
         execution: How sums over clients are computed. ``fused``: possibly in one pass over several clients.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
-        threads: Number of threads per PyTorch operation. Results with another number may differ by rounding.
+        threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
             one process per core if this is faster, otherwise one process.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.

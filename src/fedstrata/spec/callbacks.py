@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on the validation samples or, without them, on the test set.
+        """Return the metric on the validation samples or, if there are none, on the test set.
 
         Return None if the round was not evaluated.
         """
@@ -120,7 +120,7 @@ class EarlyStopping(_Best):
 
     Args:
         patience: Number of consecutive evaluations without an improvement before the run stops.
-        min_delta: Minimum change of the metric that counts as an improvement.
+        min_delta: Maximum improvement of the metric that the callback ignores.
     """
 
     patience: PositiveInt = 5
@@ -161,8 +161,8 @@ class EarlyStopping(_Best):
 class KeepBest(_Best):
     """Stores the model of the best round as ``best.safetensors`` in the run folder.
 
-    The callback compares results on the validation samples. Without validation samples, it uses the test set, which
-    makes test results too optimistic.
+    The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
+    which makes test results too optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:

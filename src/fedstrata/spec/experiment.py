@@ -53,7 +53,7 @@ class Experiment(Setting):
             or a task of your own. Default: ``regression`` if some targets are not integers, otherwise
             ``classification``.
         partition: Partition, which assigns the training samples to clients.
-        availability: Model of dropouts and delays, which decides if and how fast clients reply in a round.
+        availability: Model of dropouts and delays, which determines whether and how fast clients reply in a round.
         attack: Simulated attack by some of the clients. Default: all clients are honest.
         method: Federated learning method, such as ``fedavg`` or ``scaffold``.
         model: Architecture of the model.
@@ -62,7 +62,7 @@ class Experiment(Setting):
         communication: Compression of models and updates.
         privacy: Secure sums, minimum numbers of samples, and differential privacy.
         callbacks: Callbacks, which observe the run and may stop it, such as ``["early-stopping"]``.
-        tracking: Programs that display the run, such as TensorBoard. They do not change results.
+        tracking: Programs that display the run, such as TensorBoard. These programs do not change results.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
     >>> spec.method.name, spec.training.rounds, spec.data.name
@@ -106,7 +106,7 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Set the primary metric for callbacks without a metric, so that the spec in the run folder names it."""
+        """Set the primary metric for callbacks without a metric, so that the spec in the run folder contains it."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
@@ -115,7 +115,7 @@ class Experiment(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the spec as nested dicts.
 
-        Leave out sections without effect that earlier versions did not have.
+        Leave out sections that have no effect and did not exist in earlier versions.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -139,8 +139,8 @@ class Experiment(Setting):
         """Create an experiment from a TOML file and from overrides of the form ``section.key=value``.
 
         Raises:
-            SpecError: The file is missing or not TOML, a key is unknown, or a value is wrong. The message names the
-                line.
+            SpecError: The file is missing or not TOML, a key is unknown, or a value is wrong. The message contains the
+                line number.
         """
         table = read_table(path, overrides)
         try:
@@ -152,8 +152,8 @@ class Experiment(Setting):
         """Return a copy with some settings replaced. The new settings are checked.
 
         Args:
-            sections: The new values. A dict changes only the settings that it contains, except that a dict with a
-                different ``name`` replaces the whole section.
+            sections: The new values. A dict changes only the settings that it contains. If the dict has a different
+                ``name``, it replaces the whole section.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -186,7 +186,8 @@ class Experiment(Setting):
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a spec file as nested dicts, and apply overrides.
 
-    If the partition or the availability names a file, the function first searches the spec's folder.
+    If the section ``partition`` or ``availability`` sets a file, the function first looks for the file in the spec's
+    folder.
 
     Args:
         path: The spec file; None to start from an empty spec.
@@ -208,7 +209,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def _prefer_file_in(folder: Path, section: Any) -> None:
-    """If ``folder`` contains the file that a section names, replace the file's name with its path."""
+    """If ``folder`` contains the file that a section sets, replace the name of the file with its path in ``folder``."""
     if isinstance(section, dict) and isinstance(file := section.get("file"), str):
         with suppress(OSError):  # is_file raises this error if the name is too long
             if (local := folder / file).is_file():
@@ -315,7 +316,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         table: The nested dicts, which change in place.
         key: The key, such as ``training.lr``.
         value: The value.
-        given: The text that errors show, such as the whole override.
+        given: The text that error messages quote, such as the whole override.
 
     Raises:
         SpecError: A part of the key is empty, or the key treats a value as a section, as in ``seed.x``.
@@ -376,8 +377,8 @@ def variants(
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
     A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
-    spec. Its key ``method.name`` selects the method; without this key, the label is the method's name. If no method has
-    this name, the spec's method is used.
+    spec. The table's key ``method.name`` selects the method; without this key, the label is the method's name. If no
+    method has this name, the spec's method is used.
 
     Args:
         table: The spec as nested dicts.
@@ -458,8 +459,9 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
     """Return True if an override applies to an experiment.
 
-    An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``, or if the experiment and the spec have the same ``name`` in this section.
+    An override of ``method`` applies if the experiment's method has the key. In other sections, an override of ``name``
+    always applies. An override of another key applies if the experiment and the spec have the same ``name`` in the
+    section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.

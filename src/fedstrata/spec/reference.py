@@ -105,7 +105,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
 
 
 def common(section: str) -> list[Row]:
-    """Return the rows of keys that all classes of a section share. For methods, return the keys of ``Recipe``."""
+    """Return the rows for the keys that all classes of a section share. For methods, return the keys of ``Recipe``."""
     settings = SECTIONS[section]
     if not isinstance(settings, Registry):
         return []
@@ -154,7 +154,7 @@ def write_pages(folder: Path) -> None:
 def markdown(page: str) -> str:
     """Return a page's sections in Markdown.
 
-    The page describes each setting only once, and links to it elsewhere. The page's introduction describes its first
+    The page describes each setting only once, and links to it elsewhere. The page's introduction describes the first
     section.
     """
     return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
@@ -186,11 +186,11 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a method that are described on the pages of its components.
+    """Return a method's settings that are described on the pages of its components.
 
     Returns:
-        A mapping from a setting's name in the method to a pair: the component, and the setting's name there (empty for
-        the component itself).
+        A mapping from a setting's name in the method to a pair: the component, and the setting's name in the component
+        (empty for the component itself).
     """
     recipe = _default_recipe(cls)
     if recipe is None:

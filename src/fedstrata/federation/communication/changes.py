@@ -15,8 +15,8 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into the tensors to encode and the tensors to send without encoding.
 
-    With error feedback, the objective's tensors that must not be added up over rounds, such as prototypes, are sent
-    without encoding.
+    With error feedback, the objective's tensors that must not be added up over rounds, such as prototypes, are not
+    encoded.
 
     Args:
         change: The update in a client's reply, including the tensors of the training objective.

@@ -233,7 +233,7 @@ class QSGD(Codec):
         return {"all": parts}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return each bucket's scale M, and each coordinate's code: an integer from 0 (−M) to 2 · ``levels`` (M)."""
+        """Return each bucket's scale M, and each coordinate's code: from 0 (for −M) to 2 · ``levels`` (for M)."""
         flat = _flat(change)
         bucket = self._size(len(flat))
         rows = np.pad(flat, (0, -len(flat) % bucket)).reshape(-1, bucket)
@@ -271,7 +271,7 @@ class WithMemory(Codec):
 
     Args:
         damping: Factor for a client's stored encoding error. The error is multiplied by this factor once for each round
-            since the client's last update.
+            since the client's latest update.
         forget_after: Number of rounds after which a client's stored encoding error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """
@@ -331,10 +331,10 @@ class PowerSGD(WithMemory):
     """A low-rank approximation of each parameter matrix, with error feedback (Vogels et al. 2019).
 
     Each tensor is treated as a matrix with one row per index of the first dimension. Let M_k be client k's matrix. The
-    sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P = Σ M_k Q with
-    orthonormal columns. Then, clients send M_kᵀ P. The sum of these matrices is the Q with which the next exchange
-    begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. Tensors are approximated only if they
-    have several dimensions and become smaller.
+    sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P: the sum Σ M_k Q with
+    orthonormalised columns. Then, clients send M_kᵀ P. The next exchange begins with the sum of these matrices as Q.
+    The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. A tensor is approximated only if it has several
+    dimensions and the approximation is smaller.
 
     The server decodes only the sums, unless a method needs each client's change.
 
@@ -374,12 +374,12 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Make the columns of each matrix P orthonormal. P = Σ M_k Q is the sum over clients in the first exchange."""
+        """Make the columns of each matrix P = Σ M_k Q orthonormal. The matrices P are the first sum over clients."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's rounded term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors."""
+        """Return client k's rounded term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and all other tensors."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -423,7 +423,7 @@ class PowerSGD(WithMemory):
         return forms | {name: {"": (tuple(like[name].shape), dtype)} for name in rest}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return both factors P and Q of one change, from two power iterations that start at random matrices Q."""
+        """Return both factors P and Q of one change, after two power iterations that start at random matrices Q."""
         basis = self.first_basis(change, generator)
         for _ in range(2):
             frame = self.orthonormal(self.project(change, basis))
@@ -537,7 +537,7 @@ class Communication(Setting):
 
     Args:
         up: Codec (compression scheme) for the updates that clients send.
-        down: Codec for the model that clients receive. Each client receives the compressed difference from its previous
+        down: Codec for the model that clients receive. Each client receives the compressed difference from its current
             version.
     """
 

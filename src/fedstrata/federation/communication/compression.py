@@ -41,13 +41,13 @@ from fedstrata.federation.secure.ring import Total
 
 @record("ChannelState")
 class CompressionState:
-    """The server's state for encoding and decoding messages. It is part of a checkpoint.
+    """The server's state for encoding and decoding messages. The state is part of a checkpoint.
 
     Args:
         exchange: Id of the latest exchange of requests and replies.
         version: The latest version of the model that clients get; −1 before the first version.
         digest: The digest of the latest version.
-        params: The parameters of the latest version. They differ from the server's model by the error of the codec.
+        params: The parameters of the latest version, which differ from the server's model by the error of the codec.
         changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
         confirmed: The version of the model that each client has, shape (N,); −1 if the server does not know the
             version.
@@ -168,12 +168,13 @@ class Compression:
         unconfirmed = np.full(clients, -1, dtype=np.int64)
         self.state = CompressionState(0, -1, b"", {}, [], unconfirmed, {})
         self._renewed_in, self._renewed_from = 0, Params()
-        """The round and the server's parameters from which the latest version of the clients' model was computed."""
+        """The round in which the latest version of the clients' model was computed, and the server's parameters in this
+        round."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
         """Yield one or two exchanges in which clients answer encoded requests; see ``Legs``.
 
-        Requests without a model are sent without encoding.
+        Requests without a model are not encoded.
 
         Raises:
             FedstrataError: The requests contain a model, but differ between clients.
@@ -236,8 +237,8 @@ class Compression:
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.
 
-        The matrices come from the previous exchange. They are random in the first exchange and after a change of
-        shapes.
+        The matrices come from the previous exchange. In the first exchange and after a change of shapes, they are
+        random.
         """
         if not isinstance(codec, PowerSGD):
             return {}
@@ -255,7 +256,7 @@ class Compression:
 
         Args:
             federation: The federation.
-            clients: The method's requests, of which only the clients are used.
+            clients: The method's requests. Only the ids of their clients are used.
             request: The envelope, whose inner request contains the model.
             check: A function that refuses unusable encoded replies.
         """

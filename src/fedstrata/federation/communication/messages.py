@@ -56,7 +56,7 @@ class Sums(Order):
         self._last = self._pending = 0
 
     def refusal(self, request: Any) -> str:
-        """Return why a request is refused: its exchange is not new, or a second sum lacks its first sum."""
+        """Return why a request is refused: its exchange is not new, or it requests a second sum before the first."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
             return f"exchange {request.exchange} came after exchange {self._last}, but ids must ascend"
         if isinstance(request, Coefficients) and request.exchange != self._pending:

@@ -43,7 +43,7 @@ EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Update:
-    """A description of a sum's updates, which a codec may compress.
+    """A description of the updates in a sum. A codec may compress the updates.
 
     Args:
         prefix: The prefix of the names that ``Reply.split_update`` gives to the update's tensors.
@@ -66,8 +66,8 @@ class Numbers:
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
         update: The description of the updates, if the numbers are updates that a codec may compress; otherwise None.
-        needs_model: Whether ``values`` needs the model. If so, the numbers cannot be summed together with a compressed
-            update.
+        needs_model: Whether ``values`` needs the model. Numbers that need the model cannot be summed together with a
+            compressed update.
     """
 
     values: Callable[[Weights, Any], Params]
@@ -124,7 +124,7 @@ def size_of_weights(weight: Weight) -> Summands:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the values in replies to training requests, known before the first round.
+    """Bounds on the values in replies to training requests, which are known before the first round.
 
     Args:
         config: The settings that server and clients share.
@@ -311,7 +311,7 @@ class ModelForm:
         return self.words(request.weights, reply, generator)
 
     def words(self, sent: Weights, reply: Any, generator: np.random.Generator) -> Words:
-        """Return a client's vector of integers, from the received model, the reply and the generator for rounding.
+        """Compute a client's vector of integers from the received model, the reply and the generator for rounding.
 
         Raises:
             WithheldError: A value is not finite, or a weight or a count is above its maximum.

@@ -30,7 +30,9 @@ class KeyIsCertificate:
 
 @dataclass
 class Member:
-    """A client that takes part in secure sums. Its new state takes effect when the server has unmasked the sum.
+    """A client that takes part in secure sums.
+
+    The client's new state takes effect when the server has unmasked the sum.
 
     Args:
         site: The state machine of the protocol.

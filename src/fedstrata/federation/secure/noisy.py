@@ -30,8 +30,7 @@ class NoisyForm:
         params: The parameters that clients train, with their names and shapes.
 
     Raises:
-        SpecError: The masks do not protect against this number of colluding clients, or the noise is too large for the
-            ring.
+        SpecError: The masks do not protect against m colluding clients, or the noise is too large for the ring.
     """
 
     def __init__(self, config: FederationConfig, clients: int, params: Params) -> None:

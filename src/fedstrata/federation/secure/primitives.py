@@ -100,7 +100,7 @@ def signing_key() -> Ed25519PrivateKey:
 
 
 def agreement_key(secret: bytes | None = None) -> X25519PrivateKey:
-    """Return a private key with which two sites can agree on a secret.
+    """Return a private key with which a site can agree on a secret with another site.
 
     Args:
         secret: The 32 bytes from which the key is computed. Default: bytes from the operating system.

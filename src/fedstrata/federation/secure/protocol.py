@@ -39,14 +39,14 @@ vectors of at least t − m honest sites.** The proof needs three checks by hone
 3. Each signature depends on its *context*: the job, the roster, R', the exchange and the request.
 
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
-The n − m honest sites have fewer votes.
+The n − m honest sites have fewer than 2(t − m) votes.
 
 *Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites did not vote for U. Honest
-sites that answered ``RevealAll`` revealed shares of self seeds. Consider an honest site outside U. With the colluders'
-shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only colluders
-reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never learns both
-seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest sites in U. An
-honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
+sites that answered ``RevealAll`` have revealed shares of self seeds. Consider an honest site outside U. With the
+colluders' shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only
+colluders reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never
+learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest
+sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
 
 *Suppose that no set is signed t times.* Then only colluders reveal shares of pair seeds. The masks cancel only in the
 sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are honest.
@@ -94,8 +94,8 @@ With two sites, each site could compute the other site's vector from the sum.
 """
 
 Confirm = Literal["needed", "always"]
-"""Whether sites sign the set of contributors before they reveal shares: if a site is missing (``needed``), or
-always."""
+"""When sites must sign the set of contributors before they reveal shares: if a site is missing (``needed``), or
+``always``."""
 Seed = Literal["self", "pair"]
 
 
@@ -104,7 +104,7 @@ def default_threshold(sites: int, colluding: int = 0) -> int:
 
     Args:
         sites: Number n of sites.
-        colluding: Number m of sites that may collude with the server, so that 2t > n + m.
+        colluding: Number m of sites that may collude with the server. The threshold is chosen so that 2t > n + m.
 
     >>> [default_threshold(n) for n in (3, 4, 5, 10, 20)], default_threshold(5, colluding=3)
     ([3, 3, 4, 7, 14], 5)
@@ -255,7 +255,7 @@ class Delivery(Message):
 
 @record("secure/Begin")
 class Begin(Message):
-    """The message that begins an exchange. A site receives it together with the request.
+    """The message that begins an exchange. A site receives this message together with the request.
 
     Args:
         roster: The hash of the roster.
@@ -346,7 +346,7 @@ class RevealSet(Message):
 
 @record("secure/Shares")
 class Shares(Message):
-    """The shares that a site reveals, of other sites' seeds and of its own seeds.
+    """The shares that a site reveals: shares of other sites' seeds and of its own seeds.
 
     Args:
         selfs: A mapping from the owner of each self seed to the share of this seed.
@@ -359,7 +359,7 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """The message that the server has unmasked the sum over a set of sites.
+    """An announcement: the server has unmasked the sum over a set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -371,7 +371,7 @@ class Opened(Message):
 
 
 def continued(question: bytes, members: Sequence[str]) -> bytes:
-    """Return the hash of a request whose sum must have the previous sum's contributors, ``members``."""
+    """Return the hash of a request whose sum must have the same contributors (``members``) as the previous sum."""
     return digest("continued", question, members)
 
 

@@ -1,4 +1,4 @@
-"""Requests to clients in secure sums, which contain the messages of the protocol."""
+"""Requests to clients that contain the messages of the protocol for secure sums."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Dealt(Message):
 
     Args:
         deal: The site's shares for the other sites (``protocol.Deal``).
-        package: The site's public keys for its next roster (``protocol.Package``). The next roster then does
-            not need a separate request for keys.
+        package: The site's public keys for its next roster (``protocol.Package``). Because of this package, the next
+            roster does not need a separate request for keys.
     """
 
     deal: Message

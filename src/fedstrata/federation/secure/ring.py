@@ -5,7 +5,7 @@ integer, in units of ``range / Q``. Counts are sent unchanged. Q is small enough
 overflow. The sum modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of the
 sites.
 
-For differential privacy, each site can add noise to its vector. Q is then smaller, to leave room for the noise.
+For differential privacy, each site can add noise to its vector. With noise, Q is smaller, to leave room for the noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Words = NDArray[np.uint32]
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
-"""The number of standard deviations of noise for which a sum has room. Larger noise reduces accuracy, but not privacy.
+"""A sum has room for noise up to this number of standard deviations. Larger noise reduces accuracy, but not privacy.
 """
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
@@ -141,7 +141,7 @@ class Ring:
             weights: The factors of the parts, between 0 and 1. Default: 1.
 
         Raises:
-            WithheldError: A number is not finite, or the weight or a count is out of range.
+            WithheldError: A number is not finite, or a weight or a count is out of range.
         """
         if parts.keys() != self.parts.keys() or counts.keys() != self.counts.keys():
             raise ValueError(f"the parts and counts are {[*parts, *counts]}, but must be {[*self.parts, *self.counts]}")

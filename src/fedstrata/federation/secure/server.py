@@ -38,7 +38,7 @@ from fedstrata.federation.secure.protocol import (
 from fedstrata.federation.secure.ring import Words
 
 MOST_TRIES = 1000
-"""If shares are wrong, the maximum number of attempts to reconstruct a seed from different sets of t shares."""
+"""The maximum number of attempts to reconstruct a seed from different sets of t shares, if some shares are wrong."""
 
 Stage = Literal["masking", "revealing", "voting", "opening", "opened", "failed"]
 
@@ -69,7 +69,7 @@ class Server:
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Minimum number of a sum's sites with enough samples. Sites refuse to unmask sums over fewer sites.
+        parties: Minimum number of sites with enough samples in a sum. Sites refuse to unmask sums over fewer sites.
         colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
@@ -351,7 +351,7 @@ class Exchange:
     def _seed(self, kind: Seed, owner: str, shares: Mapping[str, bytes]) -> bytes | None:
         """Reconstruct and return a site's seed from shares.
 
-        If this is impossible, fail the exchange and return None.
+        If this is impossible, let the exchange fail and return None.
         """
         package, threshold = self._package[owner], self._roster.threshold
         numbers = {holder: int.from_bytes(share) for holder, share in shares.items()}
@@ -408,7 +408,7 @@ class Exchange:
 
 
 def _type_defect(reply: Any, kind: type[Message]) -> str:
-    """Return the reason why a reply is not a message of the expected type; an empty string if it is."""
+    """Return the reason why a reply is not a message of the expected type; an empty string if the type is correct."""
     if not isinstance(reply, kind):
         return f"it has sent a {type(reply).__name__} instead of a {kind.__name__}"
     try:
@@ -427,7 +427,7 @@ def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> 
 
 
 def _sets(holders: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Return the sets of holders whose shares are tried: all sets if there are few, otherwise random sets."""
+    """Yield the sets of holders whose shares the server tries: all sets if there are few, otherwise random sets."""
     if math.comb(len(holders), size) <= MOST_TRIES:
         yield from combinations(holders, size)
         return

@@ -1,8 +1,8 @@
 """Share a secret (Shamir 1979): any t of n shares determine the secret, and fewer than t shares reveal nothing.
 
 The dealer draws a random polynomial of degree t − 1 whose value at 0 is the secret. Holder x, from 1 to n, gets the
-polynomial's value at x as a share. All calculations are modulo a prime, by default one that is larger than any secret
-of 16 bytes.
+polynomial's value at x as a share. All calculations are modulo a prime, by default a prime that is larger than any
+secret of 16 bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def split(
 
 @lru_cache(maxsize=4096)
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
-    """Return the factor of each share. All shares times their factors add up to the polynomial's value at ``at``.
+    """Return each share's factor. The shares, times their factors, add up to the polynomial's value at ``at``.
 
     The factors depend only on the holders, so they are the same for all secrets that these holders reconstruct.
 

@@ -77,7 +77,7 @@ def ask_sum(
 ) -> SecureSum | None:
     """Send clients a request, and return only the sum of their replies.
 
-    The log counts the bytes of all messages of the protocol, even if the masks are not simulated.
+    The log includes the bytes of all messages of the protocol, even if the masks are not simulated.
 
     Args:
         federation: The federation. If its engine has ``secure_sums``, the clients are sites of a deployment.
@@ -85,7 +85,7 @@ def ask_sum(
         request: The request.
         ring: The layout of the replies.
         work: See ``Federation.ask``.
-        continues: Whether all clients must answer, because the previous sum contains the replies of all of them.
+        continues: Whether all clients must answer, because the previous sum contains the replies of all these clients.
 
     Returns:
         The sum; None if too few clients answered. An event records the reason.
@@ -210,12 +210,12 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Log the protocol's messages. Their size depends only on the number of clients.
+    """Log the protocol's messages, whose size depends only on the number of clients.
 
     Args:
         federation: The federation.
-        question: The request without the protocol's message ``Begin``. The log already counts the bytes of the request
-            and of the vectors.
+        question: The request without the protocol's message ``Begin``. The log already includes the bytes of the
+            request and of the vectors.
         length: Number of elements of a vector.
         clients: The clients of the roster.
         answered: The clients that sent their vectors.

@@ -82,7 +82,7 @@ class _Joined:
 
 @dataclass
 class _Exchange:
-    """The exchange in which this site has sent its last vector."""
+    """The exchange in which this site has sent its latest vector."""
 
     number: int
     context: bytes
@@ -96,7 +96,8 @@ class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
     A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
-    Without them, a server could repeat a request to all other sites, and subtract two sums to get this site's vector.
+    Without these hashes, a server could repeat a request to all other sites, and subtract two sums to get this site's
+    vector.
 
     Each method answers one message of the server. Messages may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
@@ -105,16 +106,17 @@ class Site:
         job: The hash of the job, which includes the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: Minimum number of a sum's sites with enough samples; at least 3.
+        parties: Minimum number of sites with enough samples in a sum; at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
-        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", it does
-            not wait for signatures if all sites have sent their vectors, which is equally safe.
+        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", the site
+            does not wait for signatures if all sites have sent their vectors; this is equally safe.
         exchanges: Number of exchanges for which the site makes keys in advance.
         answered: The hashes of the requests that the site had answered in this job before its restart.
     """
 
     colluding = 0
-    """Number of other sites that may collude with the server. It determines the smallest accepted threshold."""
+    """Number of other sites that may collude with the server. This number determines the smallest accepted
+    threshold."""
 
     def __init__(
         self,
@@ -317,11 +319,11 @@ class Site:
         """Delete the secrets of an exchange after the server has unmasked its sum.
 
         Returns:
-            True if the server says that the sum contains this site's vector. The caller then keeps the new state that
-            belongs to this vector.
+            True if the server says that the sum contains this site's vector. If True, the caller keeps the new state
+            that belongs to this vector.
 
         Raises:
-            RefusedError: The site has voted for another set, or the exchange is not the site's last exchange.
+            RefusedError: The site has voted for another set, or the exchange is not the site's latest exchange.
         """
         current, joined = self._exchange(message.exchange)
         members = sorted(message.members)
