@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     """The result of one check of a party (the server, a site or the administrator).
 
     Args:
-        state: The severity: ``ok``, ``warning`` or ``problem``. With a problem, the server or site cannot start.
+        state: The severity: ``ok``, ``warning`` or ``problem``. After a ``problem``, the server or site cannot start.
         text: A description of the result.
     """
 
@@ -63,8 +63,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to check the site's data too. If False, a job that the site refuses causes only a warning, because
-            the site may start for another job.
+        data: Whether to check the site's data too. If False, the result is only a warning if the site refuses the job
+            in its folder, because the site may be started for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.
@@ -117,7 +117,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check that the site accepts the job in its folder, and has the device that the job needs."""
+    """Check that a site accepts the job in the site's folder, and that the site has the device that the job needs."""
     from fedstrata.clients.training.devices import device_of
     from fedstrata.spec.experiment import Experiment
 

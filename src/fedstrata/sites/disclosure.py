@@ -45,7 +45,7 @@ class Declaration:
             requests.
         survey: A description of the statistics that a site with its own data sends before the first round; empty if the
             site does not send statistics.
-        own_data: Whether sites bring their own data. In this case, each site also sends a fingerprint of its file.
+        own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain minima and maxima, which are values of individual samples.
         privacy: The spec's privacy settings, such as the minimum number of samples per reply.

@@ -206,7 +206,7 @@ class Quota:
         Args:
             clients: The ids of the clients at this site.
             total: The total number of clients.
-            rule: The rule's name in the error message.
+            rule: The name of the rule, for the error message.
 
         Raises:
             RuleError: The job assigned different clients before.
@@ -241,8 +241,8 @@ class Quota:
 
 
 REPEATS = 3
-"""The maximum number of repetitions of a request to clients that add up tensors, if clients fail. The number is
-limited, because each repetition may send terms of sums to the server."""
+"""How often a request to clients that add up tensors may be repeated because clients failed. The number is limited,
+because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]
 """The progress of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
@@ -250,7 +250,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Match:
-    """A request that the guard allows, with its entry in the job's declaration.
+    """A request that the guard allows, with the entry of the job's declaration that allows the request.
 
     Args:
         client: The client to which the request is addressed.
@@ -408,7 +408,7 @@ class Guard:
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
         """Raise an error if a hop would show a model to the server although the policy forbids this.
 
-        In a relay, clients train one model in turn. The training at one client is a hop.
+        In a relay, clients train the same model, one after another. The training at one client is a hop.
 
         Args:
             relay_id: The id of the relay.
@@ -427,13 +427,13 @@ class Guard:
     def fetched_by_server(self, relay_id: int) -> None:
         """Refuse further training in a relay after the server has fetched its model, if ``policy.relay`` is ``direct``.
 
-        In a relay, clients train one model in turn.
+        In a relay, clients train the same model, one after another.
         """
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
 
     def _entry(self, request: Request, relay: bool, together: bool) -> tuple[int, Allowed, Position]:
-        """Return the entry that allows a request, preceded by its index, and the run's progress after the request."""
+        """Return the index of the entry that allows a request, the entry, and the run's progress after the request."""
         problem: RuleError | None = None
         for number, allowed in enumerate(self.declaration.allowed or ()):
             if not allowed.includes(request):
@@ -511,7 +511,7 @@ class Guard:
             )
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
-        """Return pairs of an ``Order`` and a request, for the match's request and its inner request, if any.
+        """Return pairs of an ``Order`` and a request: for the match's request, and for its inner request, if any.
 
         An ``Order`` checks the sequence of requests. If the client has already answered the inner request, only the
         outer request gets an ``Order``. If ``keep`` is true, new ``Order`` objects are stored.

@@ -15,7 +15,7 @@ HEARTBEAT = 1.0
 """The number of seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The reply size in a heartbeat while the site still computes the reply."""
+"""The number that a heartbeat contains instead of the reply's size while the site still computes the reply."""
 
 
 class LateError(WireError):

@@ -31,8 +31,8 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""The names of three files: the ledger of a site, the head of this ledger, and the heads of all ledgers. The last file
-is in the server's run folder."""
+"""The names of three files: the ledger of a site, the head of this ledger, and the heads of all ledgers. The file
+``HEADS`` is in the server's run folder."""
 
 PLACE = "fedstrata"
 """The folder of the ledger in a site's folder."""

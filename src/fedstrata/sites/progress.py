@@ -29,7 +29,7 @@ STEP = 2.0
 """The number of seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
-"""The number of free bytes below which a disk counts as full."""
+"""The number of free bytes below which a disk is considered full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
 """A mapping from fields of a round's record to the names of the curves that show these fields."""
@@ -91,7 +91,7 @@ class Progress:
         status: A function that returns the state of a site, and the reason for this state.
         history: The history of the run, which is empty for a new run.
         path: An optional file, to which the progress is written.
-        about: The description of the run by ``about_run``.
+        about: The description of the run, as ``about_run`` returns it.
     """
 
     def __init__(
