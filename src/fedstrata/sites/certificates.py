@@ -132,7 +132,7 @@ def federation_of(kit: Path) -> str:
 
 
 def request_certificate(name: str, folder: Path) -> Path:
-    """Create a private key for a site, and a certificate request, which contains only the public key.
+    """Create a private key and a certificate request for a site. The request contains only the public key.
 
     Args:
         name: The name of the site.

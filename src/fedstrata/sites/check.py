@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fedstrata.sites.wire import Survey
 
 PART = Path("local") / "part.json"
-"""A file in a site's folder: the id of the site's client, the total number of clients, and whether the site needs test
-samples."""
+"""A file in a site's folder: the id of the site's client, the total number of clients, and a boolean (True if the site
+needs test samples)."""
 
 SPEC = Path("local") / "spec.toml"
 """The file with the experiment's spec, in a site's folder."""
@@ -144,7 +144,7 @@ def _declaration(kit: Path, settings: SiteSettings) -> Declaration:
 
 
 def _survey(kit: Path) -> Survey:
-    """Return the server's request for statistics at the beginning of a run."""
+    """Return the request for statistics that the server sends at the beginning of a run."""
     from fedstrata.sites.wire import Survey
 
     part = json.loads((kit / PART).read_text(encoding="utf-8"))

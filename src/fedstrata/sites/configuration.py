@@ -27,7 +27,7 @@ ERROR = "error.json"
 
 
 RESULT = "fedstrata"
-"""The name of the run folder inside the result folder that NVFlare stores for a job of a deployment."""
+"""The name of the run folder in the result folder of a deployment's job."""
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 STATISTICS = "statistics"
-"""The file with the statistics of all sites' training samples at the start of the run, in the server's run folder."""
+"""The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
 """The minimum number of training samples at a site. The mean over a single sample would reveal the sample."""

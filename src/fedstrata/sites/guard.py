@@ -86,10 +86,10 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
     """Let the ``with`` block read a site's data for a job, and limit how often jobs can guess properties of these data.
 
-    A job learns whether its description fits the data, which reveals something about the data. Each different
-    description therefore counts as a trial. A failed request also counts as a trial. If the same request later
-    succeeds, for example after the site corrected its file, the failed trial no longer counts. This function counts the
-    trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
+    A job learns whether the spec's description fits the data. This fact reveals something about the data. Each
+    different description therefore counts as a trial. A failed request also counts as a trial. If the same request
+    later succeeds, for example after the site corrected its file, the failed trial no longer counts. This function
+    counts the trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
@@ -236,7 +236,7 @@ class Quota:
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Return a lock for exclusive access to all jobs' files with quotas and with replies to ``Survey``."""
+        """Return a lock for exclusive access to the files of all jobs: their quotas and the replies to ``Survey``."""
         return FileLock(self._survey.with_name(LOCK))
 
 
@@ -258,8 +258,8 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The progress of the run after the reply to the request.
-        digests: The hashes of all variants of the request that the server may send after other clients failed. The
-            value is empty unless clients add up tensors together.
+        digests: The hashes of all variants of the request. After other clients failed, the server may send such a
+            variant. The value is empty if clients do not add up tensors together.
         again: Whether the client gets this request again, because another client failed.
     """
 
@@ -425,7 +425,7 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """Refuse further training in a relay after the server has fetched its model, if ``policy.relay`` is ``direct``.
+        """After the server has fetched the model of a relay, refuse further training if ``policy.relay`` is ``direct``.
 
         In a relay, clients train the same model, one after another.
         """

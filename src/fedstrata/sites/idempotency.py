@@ -66,7 +66,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
 
     Args:
         cache: The cache that provides ``pulse``, the content of a heartbeat.
-        send: A function that sends a heartbeat with the two numbers of ``pulse`` without waiting for a reply.
+        send: A function that sends a heartbeat (the two numbers of ``pulse``), and does not wait for a reply.
         over: The exception that ``send`` raises when the job is over.
     """
     ended = threading.Event()

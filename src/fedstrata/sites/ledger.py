@@ -269,7 +269,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a table of a site's total replies, bytes and ε, with a row for each run and kind of request."""
+    """Return a table of a site's replies, bytes and ε, summed for each run and kind of request."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

@@ -44,7 +44,7 @@ class Spending:
     """The privacy loss that a site's file records.
 
     Args:
-        order: The order of the Rényi divergences that are added up; None before the first step with a budget.
+        order: The order of the Rényi divergences that are added up; None until the first step under a budget.
         steps: The number of steps for each key; see ``Steps``.
     """
 
@@ -103,7 +103,7 @@ class PrivacyBudget:
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
     def total_after(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> float:
-        """Return the total ε of all jobs if a client takes further steps; see ``spend``. Nothing is written.
+        """Return the total ε of all jobs after further steps of a client; see ``spend``. Nothing is written.
 
         Raises:
             DataError: The file is damaged.

@@ -34,11 +34,11 @@ POLL = 2.0
 TELL = 10.0
 """The minimum number of seconds between two reports about rounds."""
 QUIET = 10.0
-"""The number of seconds after which a site that did not reply gets the administrator's request again."""
+"""The number of seconds after which the administrator's request is sent again to a site that did not reply."""
 REJOIN = 20.0
 """The maximum number of seconds to wait for all sites before a failed job is submitted again."""
 ENDS = 180.0
-"""The number of seconds that a job may take to end after its last round, while NVFlare waits for sites."""
+"""The maximum number of seconds between the last round of a job and its end, while NVFlare waits for sites."""
 MISSED = 5
 """The number of polls after which the job is submitted again if a connected site does not work on the job."""
 AGAIN = 3
