@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
-"""The advice that an interrupted command prints if its runs can be resumed only with ``--out``."""
+"""The advice of a command that was interrupted, and whose runs can be resumed only with ``--out``."""
 
 
 def add_command(
@@ -44,8 +44,8 @@ def add_command(
         help: The purpose of the command, as one line of help.
         examples: The examples, one per line.
         more: Additional text of the help.
-        imports: Whether the command may import Python code that a spec names, from installed packages or the working
-            directory. Commands that only inspect specs or results may import code only with ``--trust``
+        imports: Whether the command may import Python code that a spec names (from installed packages or from the
+            working directory). Commands that only inspect specs or results may import code only with ``--trust``
             (``add_trust``).
         defaults: Attributes of the parsed options, such as ``work``, which is the function that runs the command.
     """
@@ -123,7 +123,7 @@ def show_paragraphs(*paragraphs: Text) -> None:
 
 
 def show_link(word: str, path: Path) -> None:
-    """Print the URL of a file as a link that opens on a click in the terminal."""
+    """Print the URL of a file as a link, which a click in the terminal opens."""
     from rich.console import Console
     from rich.text import Text
 
@@ -190,7 +190,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If it reports an unknown key, its message also lists the sections with this key."""
+    """Return the error. If the error reports an unknown key, list the sections with this key in the message."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")

@@ -41,7 +41,7 @@ def of_sweep(options: argparse.Namespace) -> str:
 
 
 def _times(methods: int, table: Mapping[str, Any], options: argparse.Namespace) -> str:
-    """Describe how many runs a comparison has, on which data set, and in which folder."""
+    """Describe a comparison: its number of runs, its data set and its folder."""
     seeds = len(options.seeds.split(",")) if options.seeds else 1
     runs = methods * seeds
     at_once = min(options.jobs or (os.cpu_count() or 1), runs) if options.engine == "local" else options.jobs or 1

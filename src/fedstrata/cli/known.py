@@ -45,8 +45,8 @@ def known() -> dict[str, Any]:
 def find_section(name: str) -> dict[str, Any]:
     """Return the description of a section, as a dict.
 
-    In the dict, ``common`` has one row for each key that all names in the section have. ``kinds`` maps each name to its
-    description; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
+    In the dict, ``common`` has one row for each key that belongs to all names in the section. ``kinds`` maps each name
+    to its description; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
 
     Raises:
         SpecError: The section is unknown.
@@ -91,13 +91,13 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 
 
 def owners(key: str, besides: str = "") -> list[str]:
-    """List the sections that have a key, such as ``["partition (dirichlet)"]``.
+    """List the sections that have a key. For example, the list is ``["partition (dirichlet)"]``.
 
-    If only some names in a section have the key, these names follow in brackets.
+    If the key belongs only to some names in a section, these names follow the section in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.
-        besides: A section to leave out.
+        besides: A section that the list leaves out.
     """
     sections = []
     for section, table in known()["settings"].items():
@@ -109,7 +109,7 @@ def owners(key: str, besides: str = "") -> list[str]:
 
 
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
-    """Describe a function by its docstring and its settings (all arguments except the first ``given``)."""
+    """Describe a function by its docstring and its settings: all its arguments after the first ``given`` arguments."""
     if not callable(function):
         raise SpecError(
             "name", f"is the path of a {type(function).__name__}. Give the path of a class or function.", name

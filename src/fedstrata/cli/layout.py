@@ -17,7 +17,7 @@ COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
 
 
 class Layout(argparse.HelpFormatter):
-    """A help formatter that keeps the line breaks of descriptions and examples, and wraps long lines."""
+    """A formatter for help, which keeps the line breaks of descriptions and examples, and wraps long lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, READABLE))
@@ -56,7 +56,7 @@ def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line of a description or of examples.
 
     An indented line with only one column is a command to copy, and does not wrap. Text in a second column wraps within
-    this column. If the column would be too narrow, the text goes below the name.
+    this column. If the second column would be too narrow, the text goes below the name.
 
     >>> wrapped("  fedstrata new spec    write a spec", 30)
     ['  fedstrata new spec', '      write a spec']

@@ -129,9 +129,9 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 @contextmanager
 def _imports(allowed: bool) -> Iterator[None]:
-    """Allow or forbid, during the ``with`` block, imports of Python code that a spec names.
+    """During the ``with`` block, allow or forbid imports of Python code that a spec names.
 
-    If imports are allowed, they include modules in the working directory.
+    If imports are allowed, a spec may also name modules in the working directory.
     """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
@@ -142,8 +142,8 @@ def _imports(allowed: bool) -> Iterator[None]:
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser with all commands.
 
-    The parsed options have the attribute ``work``, the function that runs the command. Some commands also set
-    ``after_interrupt``, the advice to print after an interrupt.
+    The parsed options have the attribute ``work``, the function that runs the command. The options of some commands
+    also have the attribute ``after_interrupt``, the advice to print after an interrupt.
     """
     usage = "fedstrata [-h] [--version] COMMAND ..."
     whole: argparse.ArgumentParser = Parser(prog="fedstrata", usage=usage, formatter_class=Layout)

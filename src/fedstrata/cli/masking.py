@@ -1,4 +1,4 @@
-"""Add the command ``fedstrata keys``, which creates the secret keys with which clients mask their labels."""
+"""Add the command ``fedstrata keys``, which creates secret keys for masking the clients' labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add the command ``fedstrata predict``, which predicts a target for each row of a table with a run's model."""
+"""Add the command ``fedstrata predict``, which uses a run's model to predict a target for each row of a table."""
 
 from __future__ import annotations
 

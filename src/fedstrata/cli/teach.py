@@ -128,7 +128,7 @@ def _example(entry: dict[str, Any]) -> str:
 
 
 def explanations(word: str) -> list[dict[str, Any]]:
-    """List the meanings that a word has in specs.
+    """List all meanings of a word in specs.
 
     Args:
         word: A key (``alpha``), a section (``training``), a name that a section accepts (``dirichlet``), or a value of
@@ -136,8 +136,9 @@ def explanations(word: str) -> list[dict[str, Any]]:
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, ``section``, ``about`` (the meaning), ``takes``
-        (the accepted values) and ``default``. ``kinds`` contains the names in the section that have the key; it is
-        empty if all names have the key. For a section or a name, ``key`` is empty, and ``has`` contains the keys.
+        (the accepted values) and ``default``. ``kinds`` contains the names in the section to which the key belongs, or
+        is empty if the key belongs to all names. For a section or a name, ``key`` is empty, and ``has`` contains the
+        keys.
 
     Raises:
         SpecError: The word is unknown. The message suggests a similar word.

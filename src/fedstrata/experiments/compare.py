@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Key = tuple[str, int]
 """The type of a run's key in a comparison: its label and its seed."""
 Watcher = Callable[[str, int, int], None]
-"""The type of a function that shows progress, given a run's label, seed and number of finished rounds."""
+"""The type of a function that gets a run's label, seed and number of finished rounds, and shows this progress."""
 
 
 class Comparison(dict[str, list[History]]):
@@ -93,8 +93,8 @@ def compare(
             means over the clients. With ``"centralised"``, one client trains on all samples. See
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
-            engine is not ``local``. Results do not depend on this number. If you pass data, or a model or classes that
-            only this program defines, the processes are forks of this process. If forking is impossible, the runs are
+            engine is not ``local``. Results do not depend on this number. The processes are forks of this process if
+            you pass data, or if only this program defines the model or a class. If forking is impossible, the runs are
             executed one after another.
         watch: A function that is called during each run with the run's label, seed and number of finished rounds.
         progress: Whether to show progress: bars in a terminal or notebook, and lines of text elsewhere.
@@ -174,8 +174,8 @@ def plan(
     A reference may have several runs with labels ``NAME/RUN``, such as ``local/client-0``.
 
     Raises:
-        SpecError: A reference is unknown or does not fit the experiments, or ``seeds`` is None although the
-            experiments' seeds differ.
+        SpecError: A reference is unknown or does not fit the experiments, or ``seeds`` is None although the experiments
+            have different seeds.
     """
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})
@@ -214,7 +214,7 @@ def folder_of(out: Path, key: Key) -> Path:
 
 
 def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) -> str:
-    """Return the latest value of a run's primary metric as a string, which is empty before the first evaluation.
+    """Return the latest value of a run's primary metric as a string; an empty string before the first evaluation.
 
     Args:
         out: The folder of the comparison.
@@ -228,7 +228,7 @@ def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) 
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return True if a folder contains a finished run, which has all rounds of the spec or was stopped early."""
+    """Return True if a folder contains a finished run: it has all rounds of the spec, or was stopped early."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -280,7 +280,7 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
 
     Args:
         failures: A mapping from the folder of each killed run to the reason why the run ended.
-        runs: The number of all runs.
+        runs: The total number of runs.
     """
     if failures:
         lost = "; ".join(f"the run in {folder} {reason}" for folder, reason in failures.items())
@@ -327,5 +327,5 @@ def run_text(spec: str, folder: Path, engine: str = "local") -> None:
 
 
 def report_rounds(watch: Watcher, key: Key) -> Callable[[Mapping[str, Any]], None]:
-    """Return a callback that reports a run's progress to ``watch`` after each round."""
+    """Return a callback that calls ``watch`` with a run's progress after each round."""
     return lambda record: watch(*key, record["round"])

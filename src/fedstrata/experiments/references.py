@@ -42,16 +42,16 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.samples_per_step,
     ),
 }
-"""For each description of settings, a function that returns the settings' values.
+"""A mapping from the description of some settings to a function that returns the values of these settings.
 
-All compared experiments must agree in these settings, because they share one reference.
+The values must be the same in all compared experiments, because the experiments share one reference.
 """
 
 SUMMED = ("samples", "seconds")
-"""Columns that are summed over a reference's runs. Counts of clients are also summed; other columns are averaged."""
+"""Columns that are summed over a reference's runs. Numbers of clients are also summed; other columns are averaged."""
 
 MEASURED = ("test", "validation")
-"""The keys of a record whose values are dicts of metrics."""
+"""The keys in a record for which the values are dicts of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
 """The columns about communication. References do not communicate, so these columns are 0."""
@@ -101,7 +101,7 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return settings of ``training`` that give one client as much work per round as all invited clients together.
+    """Return settings of ``training`` with which one client has as much work per round as all invited clients together.
 
     Args:
         spec: The federated experiment.
@@ -121,8 +121,8 @@ def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
 def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] = ()) -> None:
     """Combine the runs of a reference into one run folder, as if the reference were a method.
 
-    Samples, seconds and counts of clients are summed over the runs, and communication is 0. Most other numbers are
-    averaged. The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the
+    Numbers of samples, of seconds and of clients are summed over the runs, and communication is 0. Most other numbers
+    are averaged. The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the
     minimum of the accuracy over the clients.
 
     Args:

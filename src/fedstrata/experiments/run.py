@@ -45,7 +45,7 @@ def run(
 
     Returns:
         The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
-        attribute ``warning`` is usually empty. The warning is set if, from some round to the end, the server could not
+        attribute ``warning`` is usually empty. ``warning`` is set if, from some round to the end, the server could not
         use any reply.
 
     Raises:

@@ -50,7 +50,7 @@ STUDY, NAME = "study.db", "sweep"
 """The name of Optuna's file in a search's folder, and of the study in this file. Optuna's dashboard reads the file."""
 
 PRUNED = "pruned"
-"""The first word of a run's stop reason if its trial was pruned (stopped early because of bad results)."""
+"""The first word of the reason why a run ended, if its trial was pruned (stopped early because of bad results)."""
 
 STARTUP = 5
 """The number of trials that must run to their end before Optuna prunes any trial."""
@@ -64,7 +64,8 @@ class Range:
     """The values that a search may try for a setting.
 
     Args:
-        kind: The kind of range: ``uniform`` or ``log`` (numbers), ``int`` (integers, both ends included) or ``choice``.
+        kind: The kind of range: ``uniform`` or ``log`` for numbers, ``int`` for integers (including both ends), or
+            ``choice``.
         low: The minimum value; not used by the kind ``choice``.
         high: The maximum value; not used by the kind ``choice``.
         choices: The values to try with the kind ``choice``, written as in a spec.
@@ -220,7 +221,7 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must stay equal when a search continues, as a mapping from options to strings."""
+        """A mapping from options to strings, with the arguments that must not change when a search continues."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
@@ -327,7 +328,7 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
     Args:
         setup: The settings of the search.
         study: Optuna's study.
-        trials: The number of trials that the study has at the end.
+        trials: The total number of trials in the study at the end.
         jobs: The number of simultaneous trials.
         watch: A function that is called during each run with the run's label, seed and number of finished rounds.
 
@@ -397,9 +398,10 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 
 
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
-    """Return Optuna's sampler, a tree-structured Parzen estimator. Its seed depends on the trial and on ``key``.
+    """Return Optuna's sampler, a tree-structured Parzen estimator.
 
-    A proposal therefore depends on the trials that have ended, but not on interruptions of the search.
+    The sampler's seed depends on the trial and on ``key``. A proposal therefore depends on the trials that have ended,
+    but not on interruptions of the search.
     """
     from optuna.samplers import TPESampler
 
@@ -433,7 +435,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Record in the study the mean of a trial's primary metric, or that the trial was pruned or failed."""
+    """Record the outcome of a trial in the study: the mean of the primary metric, or ``PRUNED`` or ``FAIL``."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)

@@ -49,7 +49,7 @@ class Cell:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
-        """Build a cell from a spec (nested dicts) and the settings that replace settings of the spec."""
+        """Build a cell from a spec (nested dicts) and from settings that replace the spec's settings."""
         tables = copy.deepcopy(dict(table))
         for key, value in settings.items():
             set_key(tables, key, value, f"{key}={value}")
@@ -66,7 +66,7 @@ class Sweep:
         values: A mapping from each label to the primary metric on the validation samples, as mean and spread over the
             seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
-        notes: For each label of a cell that cannot be the best cell, the reason, such as pruning.
+        notes: A mapping from labels of cells that cannot be the best cell to the reasons, such as pruning.
         primary: The primary metric, which is ``evaluation.primary`` of the first cell.
         best_of_methods: A mapping from each method to the label of its best cell. Methods without a best cell are left
             out.
@@ -100,8 +100,8 @@ def sweep(
 
     As in ``compare``, finished runs in ``out`` are not repeated, and interrupted runs continue from their last
     checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
-    several cells share the best mean, the first of these cells is chosen. If the grid has several methods, a best cell
-    is found for each method. You can then pass the result's attribute ``tuned`` to ``compare``.
+    several cells have the best mean, the first of these cells is the best cell. If the grid has several methods, a best
+    cell is found for each method. You can then pass the result's attribute ``tuned`` to ``compare``.
 
     Args:
         table: The spec as nested dicts, as ``tomllib`` returns them. The spec must set ``evaluation.validation``.
@@ -141,7 +141,7 @@ def write(result: Sweep, out: Path) -> None:
 
 
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
-    """Return the cells of a grid by their labels, such as ``lr=0.1,mu=1``. The last key changes fastest.
+    """Return a mapping from labels, such as ``lr=0.1,mu=1``, to the cells of a grid. The last key changes fastest.
 
     Raises:
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
@@ -181,12 +181,12 @@ def judge(
 ) -> Sweep:
     """Compute the primary metric of each cell on the validation samples, and find the best cell.
 
-    A cell cannot be the best cell if ``notes`` contains the cell, or if one of its runs has a warning or no value.
+    A cell cannot be the best cell if ``notes`` contains its label, or if one of its runs has a warning or no value.
 
     Args:
         planned: A mapping from each label to its cell.
-        histories: The histories of each label.
-        notes: For each label of a cell that cannot be the best cell, the reason.
+        histories: A mapping from each label to the histories of its runs.
+        notes: A mapping from labels of cells that cannot be the best cell to the reasons.
     """
     notes = dict(notes or {})
     for label in planned:
@@ -212,7 +212,7 @@ def judge(
 
 
 def measure(primary: str) -> str:
-    """Return the name of the column by which cells are compared: the primary metric on validation samples."""
+    """Return the name of the column that decides which cell is best: the primary metric on validation samples."""
     return f"validation.{primary}"
 
 
@@ -287,7 +287,7 @@ def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _of_methods(result: Sweep, rows: Mapping[str, T]) -> list[T]:
-    """Return the rows of the methods' best cells. Return an empty list for one method, or for one cell per method."""
+    """Return the rows of the methods' best cells; an empty list for one method, or for one cell per method."""
     bests = [rows[label] for label in result.best_of_methods.values()]
     return bests if 1 < len(bests) < len(rows) else []
 
@@ -306,7 +306,7 @@ def verdict(result: Sweep) -> str:
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec in which tables ``[compare.LABEL]`` contain the sections that differ between experiments."""
+    """Return a spec with a table ``[compare.LABEL]`` per experiment, which contains the sections that differ."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

@@ -21,7 +21,7 @@ ROOT_DAYS = 3650
 signs."""
 
 WARNED = timedelta(days=30)
-"""The remaining validity below which the owner of a certificate gets a warning."""
+"""If a certificate is valid for less than this time, its owner gets a warning."""
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"
@@ -55,7 +55,7 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
     """Yield the problems with the certificates of a party (the server, a site or the administrator).
 
-    Each problem is a pair: whether the problem prevents the party from taking part, and a description of the problem.
+    Each problem is a pair: a boolean (True if the problem prevents the party from taking part), and a description.
 
     Args:
         kit: The party's folder.
@@ -127,12 +127,12 @@ def fingerprint(kit: Path) -> str:
 
 
 def federation_of(kit: Path) -> str:
-    """Return a short hash, different for each federation, of the root certificate in a party's folder."""
+    """Return a short hash of the root certificate in a party's folder. Each federation has a different hash."""
     return hashlib.sha256((kit / "startup" / ROOT).read_bytes()).hexdigest()[:16]
 
 
 def request_certificate(name: str, folder: Path) -> Path:
-    """Create a private key for a site, and a certificate request, which contains only the public key.
+    """Create a private key and a certificate request for a site. The request contains only the public key.
 
     Args:
         name: The name of the site.

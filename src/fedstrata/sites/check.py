@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fedstrata.sites.wire import Survey
 
 PART = Path("local") / "part.json"
-"""A file in a site's folder: the id of the site's client, the total number of clients, and whether the site needs test
-samples."""
+"""A file in a site's folder: the id of the site's client, the total number of clients, and a boolean (True if the site
+needs test samples)."""
 
 SPEC = Path("local") / "spec.toml"
 """The file with the experiment's spec, in a site's folder."""
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     """The result of one check of a party (the server, a site or the administrator).
 
     Args:
-        state: The severity: ``ok``, ``warning`` or ``problem``. With a problem, the server or site cannot start.
+        state: The severity: ``ok``, ``warning`` or ``problem``. After a ``problem``, the server or site cannot start.
         text: A description of the result.
     """
 
@@ -63,8 +63,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to check the site's data too. If False, a job that the site refuses causes only a warning, because
-            the site may start for another job.
+        data: Whether to check the site's data too. If False, the result is only a warning if the site refuses the job
+            in its folder, because the site may be started for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.
@@ -117,7 +117,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check that the site accepts the job in its folder, and has the device that the job needs."""
+    """Check that a site accepts the job in the site's folder, and that the site has the device that the job needs."""
     from fedstrata.clients.training.devices import device_of
     from fedstrata.spec.experiment import Experiment
 
@@ -144,7 +144,7 @@ def _declaration(kit: Path, settings: SiteSettings) -> Declaration:
 
 
 def _survey(kit: Path) -> Survey:
-    """Return the server's request for statistics at the beginning of a run."""
+    """Return the request for statistics that the server sends at the beginning of a run."""
     from fedstrata.sites.wire import Survey
 
     part = json.loads((kit / PART).read_text(encoding="utf-8"))

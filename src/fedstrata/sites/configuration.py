@@ -23,11 +23,11 @@ CLASSES = (
 """The only classes that a job's configuration may name."""
 
 ERROR = "error.json"
-"""The file with the error that ended a run, in its run folder."""
+"""The file in a run folder that contains the error that ended the run."""
 
 
 RESULT = "fedstrata"
-"""The name of the run folder inside the result folder that NVFlare stores for a job of a deployment."""
+"""The name of the run folder in the result folder of a deployment's job."""
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
@@ -38,8 +38,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     Args:
         folder: The folder of the job.
         plans: The experiments of the job. The server runs the experiments one after another.
-        specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review it. In
-            the JSON file, NVFlare would treat the spec's braces as placeholders.
+        specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review it. If
+            the specs were in the JSON file, NVFlare would treat their braces as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 
 
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
-    """Return the name of a job: a hash of specs and plans.
+    """Return the name of a job: a hash of its plans and specs.
 
     From this name, 'submit' recognises a job that is already running.
     """

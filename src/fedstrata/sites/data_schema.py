@@ -46,7 +46,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 STATISTICS = "statistics"
-"""The file with the statistics of all sites' training samples at the start of the run, in the server's run folder."""
+"""The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
 """The minimum number of training samples at a site. The mean over a single sample would reveal the sample."""
@@ -55,8 +55,8 @@ MOST_CLIENTS = 1_000_000
 """The maximum number of clients in a job. The memory use of a site grows with the number of clients."""
 
 MORE = "Run 'fedstrata check' at the site, or read its log."
-"""The last sentence of error messages that the server may see about a site's data. The sentence says where to read
-the full error."""
+"""The last sentence of an error message about a site's data, if the server may see the message. The sentence says where
+to read the full error."""
 
 _PREPARING = Lock()
 """A lock for drawing the model's initial parameters. All sites in one process share PyTorch's random generator."""
@@ -67,7 +67,7 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 class UnusableDataError(DataError):
     """An error that a site raises if its data do not fit the spec.
 
-    The message discloses nothing else about the data, so the site may send it to the server.
+    The message discloses only this fact about the data, so the site may send the message to the server.
     """
 
 
@@ -81,8 +81,8 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         begin: The server's first message, which describes the run.
         data: The site's own data file; None if the site's settings do not name a file.
         keys: The keys that clients use to mask their labels.
-        tells: Whether the site sends the values of its own metrics. Every site sends the sums from which the server
-            computes the metrics of all sites.
+        tells: Whether the site also sends the values of its own metrics. In any case, the site sends sums, from which
+            the server computes the metrics over all sites.
 
     Raises:
         SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.

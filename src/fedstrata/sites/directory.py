@@ -14,7 +14,7 @@ from fedstrata.sites.wire import SiteLostError, SiteRefusedError
 LOG = logging.getLogger(__name__)
 
 WAIT = 0.5
-"""The number of seconds between two checks of how many sites can be reached."""
+"""The number of seconds between two checks whether enough sites can be reached."""
 
 Fewer = Literal["wait", "abort", "go-on"]
 """The reaction if too few sites can be reached: wait for more sites, end the run, or continue with fewer sites."""
@@ -101,7 +101,7 @@ class SiteDirectory:
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: No site can begin, or fewer sites than required can begin and ``fewer`` is ``abort``.
+            FedstrataError: No site can begin, or ``fewer`` is ``abort`` and fewer sites than required can begin.
         """
         if not count:
             reasons = _listed(self.excluded.values())
@@ -111,7 +111,7 @@ class SiteDirectory:
         self._refuse_fewer(count)
 
     def gather(self) -> None:
-        """Check whether enough sites can be reached, before the server sends requests to them.
+        """Before the server sends requests to sites, check whether enough sites can be reached.
 
         If too few sites can be reached, ``fewer`` decides whether to wait, continue or end the run.
 
@@ -133,8 +133,8 @@ class SiteDirectory:
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too many sites refuse all requests, or too few sites can be reached and ``fewer`` is
-                ``abort``.
+            FedstrataError: Too many sites refuse all requests, or ``fewer`` is ``abort`` and too few sites can be
+                reached.
         """
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()

@@ -41,11 +41,11 @@ class Declaration:
         job: The hash of the job's spec, by which a site approves the job.
         method: The method's name.
         rounds: The number of rounds.
-        allowed: The requests that a client may get; None if the method, or one of its settings, does not declare its
+        allowed: The requests that a client may get; None if the method or one of its settings does not declare
             requests.
         survey: A description of the statistics that a site with its own data sends before the first round; empty if the
             site does not send statistics.
-        own_data: Whether sites bring their own data. In this case, each site also sends a fingerprint of its file.
+        own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain minima and maxima, which are values of individual samples.
         privacy: The spec's privacy settings, such as the minimum number of samples per reply.
@@ -147,7 +147,7 @@ def declaration_of(
         agreed: The values that server and clients agreed on, such as the number of classes. Default: the values in the
             spec.
         clients: The number of clients; not used with ``agreed``. Default: the number in the spec, or 1.
-        own_data: Whether the clients are sites that bring their own data. Default: whether the spec describes such
+        own_data: Whether the clients are sites that bring their own data. Default: True if the spec describes such
             data.
 
     Raises:

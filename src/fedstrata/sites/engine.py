@@ -50,12 +50,12 @@ BEGIN_AGAIN = 10.0
 class NVFlareEngine(Engine):
     """An engine for clients at sites. The sites store the clients' data and states.
 
-    In a relay, clients train one model in turn. The training at one client is a hop.
+    In a relay, clients train the same model, one after another. The training at one client is a hop.
 
     Args:
         config: The settings that server and clients share.
         messenger: The messenger that sends messages to the sites.
-        sums: The object that adds up tensors from several sites, for methods in which clients add up tensors.
+        sums: The object that adds up tensors from several sites, which some methods need.
         spec: The experiment as TOML.
         run: The name of the run. Sites store their clients' states under this name.
         direct: True if the model of a relay goes from site to site; False if the model returns to the server after each
@@ -97,7 +97,7 @@ class NVFlareEngine(Engine):
         self.events: deque[EngineEvent] = deque()
         self._unsaved: set[str] = set()
         self._asked: dict[str, list[ClientId]] = {}
-        """A mapping from each site to the ids of its clients that got a request in the last exchange."""
+        """A mapping from each site to the ids of the site's clients that got a request in the latest exchange."""
         self._relays = 0
         if config.privacy.sums == "secure":
             self._sum_securely(trust)
@@ -153,8 +153,8 @@ class NVFlareEngine(Engine):
             A mapping from site names to replies, for the sites that can take part.
 
         Raises:
-            FedstrataError: No site can take part, or fewer than ``least`` sites can take part and ``fewer`` is
-                ``abort``.
+            FedstrataError: No site can take part, or ``fewer`` is ``abort`` and fewer than ``least`` sites can take
+                part.
         """
         outcomes: dict[str, Any] = {}
         wanted = dict(bodies)
@@ -186,10 +186,10 @@ class NVFlareEngine(Engine):
         self.events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
-        """Let each site restore its clients' states from the end of ``round``. If ``round`` is 0, begin a new run.
+        """Let each site restore the states that its clients had at the end of ``round``.
 
-        A site does not take part if it refuses this message, or if its data have changed since the run began. Events
-        give the reasons, and name the clients whose states were not restored.
+        If ``round`` is 0, begin a new run. A site does not take part if it refuses this message, or if its data have
+        changed since the run began. Events give the reasons, and name the clients whose states were not restored.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -262,9 +262,9 @@ class NVFlareEngine(Engine):
             self.sums.close(group)
 
     def _bodies(self, requests: Requests, group: str, places: Mapping[ClientId, int]) -> dict[str, Message]:
-        """Return the message to each site, with the requests to its clients.
+        """Return a mapping from each site to a message with the requests to the site's clients.
 
-        Each message contains equal requests only once.
+        If several clients of a site get equal requests, the message contains the request only once.
         """
         exchange, bodies = self.messenger.next_exchange(), dict[str, Message]()
         for site, clients in self._asked.items():
@@ -320,9 +320,10 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def write_log_heads(self, record: object = None) -> None:
-        """Append new heads of the sites' ledgers to the file, so that a check can find entries that a site removed.
+        """Append new heads of the sites' ledgers to the file.
 
-        The run calls this method with each round's record, which is not used.
+        With these heads (last checksums), a check can find entries that a site removed. The run calls this method with
+        each round's record, but the method does not use the record.
         """
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}

@@ -45,13 +45,14 @@ class SiteEntry(Setting):
     """The entry of a site in ``sites.toml``.
 
     Args:
-        data: The path of the site's data file, on the site's machine. The site's own settings can name the file
-            instead.
-        keys: The folder on the site's machine with the keys that all sites share to mask labels.
-        allow: Top-level packages at the site from which a spec may name code, as ``module:Class``.
-        catalog: Data sets and files on the site's machine that a spec may name in a trial without the sites' own data.
-        tells: Whether the site sends the values of its own metrics. Every site sends the sums from which the server
-            computes the metrics of all sites.
+        data: The path of the site's data file, on the site's machine. Instead of this entry, the site's own settings
+            can name the file.
+        keys: The folder on the site's machine with the keys for masking labels, which are the same for all sites.
+        allow: Top-level packages at the site whose code a spec may name, as ``module:Class``.
+        catalog: Data sets and files on the site's machine. In a trial without the sites' own data, a spec may name
+            them.
+        tells: Whether the site also sends the values of its own metrics. In any case, the site sends sums, from which
+            the server computes the metrics over all sites.
     """
 
     data: str | None = None
@@ -69,7 +70,7 @@ class ServerEntry(Setting):
         port: The port to which sites and administrators connect. The port must be open.
         data: The server's file of test samples, if sites have their own data. Without this file, each site measures the
             model on a part of its own data (``evaluation.client_test``).
-        allow: Top-level packages at the server from which a spec may name code, as ``module:Class``.
+        allow: Top-level packages at the server whose code a spec may name, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """
 
@@ -84,13 +85,13 @@ class Sites(Setting):
     """The content of ``sites.toml``, which describes a federation.
 
     Args:
-        federation: The name of the federation, which its certificates contain.
+        federation: The name of the federation. All certificates of the federation contain this name.
         patience: The number of seconds within which a site must answer.
         least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: The reaction when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
             the run, or ``go-on`` with fewer sites.
-        relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, encrypted
-            from end to end. ``server``: the model returns to the server after every client.
+        relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
+            encrypted from end to end. ``server``: the model returns to the server after every client.
         days: The number of days for which the certificates are valid.
         server: The server.
         own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. Otherwise,

@@ -26,8 +26,8 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """A component that checks the names of parties at registration, at each heartbeat and when a job arrives.
 
     A connecting site sends its name. NVFlare first asks whether the name is disabled, and then compares the name with
-    the site's certificate. If the name is not on our list of sites, this component answers that it is disabled. In
-    other messages, NVFlare does not verify the sender's name.
+    the site's certificate. If the name is not on the list of sites, this component answers that the name is disabled.
+    NVFlare does not verify the sender's name in other messages.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.

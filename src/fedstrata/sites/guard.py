@@ -86,10 +86,10 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
     """Let the ``with`` block read a site's data for a job, and limit how often jobs can guess properties of these data.
 
-    A job learns whether its description fits the data, which reveals something about the data. Each different
-    description therefore counts as a trial. A failed request also counts as a trial. If the same request later
-    succeeds, for example after the site corrected its file, the failed trial no longer counts. This function counts the
-    trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
+    A job learns whether the spec's description fits the data. This fact reveals something about the data. Each
+    different description therefore counts as a trial. A failed request also counts as a trial. If the same request
+    later succeeds, for example after the site corrected its file, the failed trial no longer counts. This function
+    counts the trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
@@ -206,7 +206,7 @@ class Quota:
         Args:
             clients: The ids of the clients at this site.
             total: The total number of clients.
-            rule: The rule's name in the error message.
+            rule: The name of the rule, for the error message.
 
         Raises:
             RuleError: The job assigned different clients before.
@@ -236,13 +236,13 @@ class Quota:
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Return a lock for exclusive access to all jobs' files with quotas and with replies to ``Survey``."""
+        """Return a lock for exclusive access to the files of all jobs: their quotas and the replies to ``Survey``."""
         return FileLock(self._survey.with_name(LOCK))
 
 
 REPEATS = 3
-"""The maximum number of repetitions of a request to clients that add up tensors, if clients fail. The number is
-limited, because each repetition may send terms of sums to the server."""
+"""How often a request to clients that add up tensors may be repeated because clients failed. The number is limited,
+because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]
 """The progress of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
@@ -250,7 +250,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Match:
-    """A request that the guard allows, with its entry in the job's declaration.
+    """A request that the guard allows, with the entry of the job's declaration that allows the request.
 
     Args:
         client: The client to which the request is addressed.
@@ -258,8 +258,8 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The progress of the run after the reply to the request.
-        digests: The hashes of all variants of the request that the server may send after other clients failed. The
-            value is empty unless clients add up tensors together.
+        digests: The hashes of all variants of the request. After other clients failed, the server may send such a
+            variant. The value is empty if clients do not add up tensors together.
         again: Whether the client gets this request again, because another client failed.
     """
 
@@ -408,7 +408,7 @@ class Guard:
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
         """Raise an error if a hop would show a model to the server although the policy forbids this.
 
-        In a relay, clients train one model in turn. The training at one client is a hop.
+        In a relay, clients train the same model, one after another. The training at one client is a hop.
 
         Args:
             relay_id: The id of the relay.
@@ -425,15 +425,15 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """Refuse further training in a relay after the server has fetched its model, if ``policy.relay`` is ``direct``.
+        """After the server has fetched the model of a relay, refuse further training if ``policy.relay`` is ``direct``.
 
-        In a relay, clients train one model in turn.
+        In a relay, clients train the same model, one after another.
         """
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
 
     def _entry(self, request: Request, relay: bool, together: bool) -> tuple[int, Allowed, Position]:
-        """Return the entry that allows a request, preceded by its index, and the run's progress after the request."""
+        """Return the index of the entry that allows a request, the entry, and the run's progress after the request."""
         problem: RuleError | None = None
         for number, allowed in enumerate(self.declaration.allowed or ()):
             if not allowed.includes(request):
@@ -511,7 +511,7 @@ class Guard:
             )
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
-        """Return pairs of an ``Order`` and a request, for the match's request and its inner request, if any.
+        """Return pairs of an ``Order`` and a request: for the match's request, and for its inner request, if any.
 
         An ``Order`` checks the sequence of requests. If the client has already answered the inner request, only the
         outer request gets an ``Order``. If ``keep`` is true, new ``Order`` objects are stored.

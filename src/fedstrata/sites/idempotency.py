@@ -15,7 +15,7 @@ HEARTBEAT = 1.0
 """The number of seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The reply size in a heartbeat while the site still computes the reply."""
+"""The number that a heartbeat contains instead of the reply's size while the site still computes the reply."""
 
 
 class LateError(WireError):
@@ -66,7 +66,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
 
     Args:
         cache: The cache that provides ``pulse``, the content of a heartbeat.
-        send: A function that sends a heartbeat with the two numbers of ``pulse`` without waiting for a reply.
+        send: A function that sends a heartbeat (the two numbers of ``pulse``), and does not wait for a reply.
         over: The exception that ``send`` raises when the job is over.
     """
     ended = threading.Event()

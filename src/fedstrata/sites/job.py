@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""The number of seconds within which another site must begin to send its model. If the site does not, the request is
-sent again."""
+"""The number of seconds within which another site must begin to send a model to this site. Otherwise, this site sends
+its request again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
@@ -217,8 +217,8 @@ def _caller(site: Any, end: JobEnd) -> Call:
 def _settings(root: Path) -> SiteSettings:
     """Read the settings of the server or a site from its folder, and adapt ``sys.path``.
 
-    In a deployment, the function removes from ``sys.path`` the folder in which NVFlare unpacks jobs, so that code in
-    jobs is not imported.
+    In a deployment, NVFlare unpacks jobs in a folder that is in ``sys.path``. This function removes the folder from
+    ``sys.path``, so that code in jobs is not imported.
     """
     settings = SiteSettings.read(root)
     if not settings.simulated:

@@ -31,8 +31,8 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""The names of three files: the ledger of a site, the head of this ledger, and the heads of all ledgers. The last file
-is in the server's run folder."""
+"""The names of three files: the ledger of a site, the head of this ledger, and the heads of all ledgers. The file
+``HEADS`` is in the server's run folder."""
 
 PLACE = "fedstrata"
 """The folder of the ledger in a site's folder."""
@@ -269,7 +269,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a table of a site's total replies, bytes and ε, with a row for each run and kind of request."""
+    """Return a table of a site's replies, bytes and ε, summed for each run and kind of request."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

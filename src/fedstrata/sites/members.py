@@ -1,6 +1,6 @@
 """Read and change the list of sites that may connect.
 
-The server reads the list, a file in its folder, at each connection.
+The list is a file in the server's folder. The server reads this file at each connection.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Members:
 
 
 def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Write, to the server's folder, the list of sites that may connect.
+    """In the server's folder, write the list of sites that may connect.
 
     Args:
         kit: The server's folder.

@@ -17,7 +17,7 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""The minimum time limit in seconds for a site to load its data and set up its clients, even if ``patience`` is
+"""The minimum number of seconds that a site has to load its data and set up its clients, even if ``patience`` is
 shorter."""
 
 MOST_AT_ONCE = 64
@@ -34,8 +34,8 @@ class Transport(Protocol):
             site: The name of the site.
             data: The encoded message.
             patience: The number of seconds to wait for the reply.
-            number: The sequence number of the message. Later messages have larger numbers. A site that receives the
-                same number again repeats its reply.
+            number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
+                number again, it repeats its reply.
 
         Raises:
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.
@@ -108,8 +108,8 @@ class Messenger:
             bodies: A mapping from each site to its message.
             kind: The expected class of the replies.
             ended: A function that is called with a site and its reply or error, as soon as the reply arrives. Give this
-                function only if the clients at these sites add up tensors together. Messages to failed sites are then
-                not sent again, because the other sites do not wait for failed sites.
+                function only if the clients at these sites add up tensors together. With this function, messages to
+                failed sites are not sent again, because the other sites do not wait for failed sites.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)

@@ -103,8 +103,8 @@ def release_memory() -> None:
 def _fill_thread_pools() -> None:
     """Let NVFlare's thread pools start ``AT_ONCE`` threads immediately, instead of adding threads during the run.
 
-    A pool starts another thread whenever more messages than ever before arrive at the same time. The number of threads
-    would therefore grow for hours.
+    A pool starts another thread whenever the number of messages that arrive at the same time is larger than ever
+    before. The number of threads would therefore grow for hours.
 
     Seen in NVFlare 2.9.0, in the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),
     ``collab/runtime/controller.py``, ``collab/runtime/executor.py``, ``fuel/f3/streaming/stream_utils.py`` and
@@ -150,7 +150,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 class JobEnd:
     """A signal that ends calls to sites.
 
-    The signal is triggered if the job is aborted, and when our server ends normally.
+    The signal is triggered if the job is aborted, and when the job's server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.

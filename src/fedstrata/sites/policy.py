@@ -72,7 +72,7 @@ class Policy(Setting):
             an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
             ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer. Other
-            requests about so few samples are never answered.
+            requests about fewer than ``min_samples`` samples are never answered.
         rounds: The largest number of rounds of a job.
         exchanges: The largest number of messages with requests that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
@@ -81,7 +81,7 @@ class Policy(Setting):
         surveys: The largest number of different statistics that jobs without approval get about the site's own data. A
             spec with another seed holds out different samples for tests. Two answers can therefore differ by a single
             sample and reveal this sample. The same limit holds for the descriptions (``[data]``) that jobs try on the
-            data. It also holds for requests that fail, because an error reveals something.
+            data. This limit also holds for requests that fail, because an error reveals something.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) that a job must use. With 0, jobs do not need differential
@@ -92,12 +92,12 @@ class Policy(Setting):
         budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
             a round that would exceed this budget. Default: no limit.
         delta: The δ for which ``budget`` holds.
-        relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
-            the server sees only the final model. ``server``: the server may see the model after every client.
+        relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
+            so that the server sees only the final model. ``server``: the server may see the model after every client.
         client_noise: The smallest noise of clients (``privacy.clients.noise`` with ``noise_from = "sites"``) that a job
             must use. With 0, jobs do not need this noise.
-        colluding: The smallest number of colluding clients (``privacy.clients.colluding``) that a job with noise of
-            clients must allow for.
+        colluding: The smallest number of colluding clients (``privacy.clients.colluding``) that a job must assume if
+            its clients add noise.
         sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
             with ``privacy.sums = "plain"``. ``plain``: both kinds of jobs may run.
         parties: The smallest number of sites that must contribute to a secure sum, at least 3.
@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the spec's privacy settings, with the policy's ``min_samples`` if the policy requires more samples.
+        """Return the spec's privacy settings, with the larger ``min_samples`` of the spec and the policy.
 
         Args:
             privacy: The privacy settings of the spec.
@@ -342,7 +342,7 @@ def approve(kit: Path, job: str) -> bool:
 
 
 def _with_approved(lines: list[str], approved: list[str]) -> str:
-    """Return the text of the policy file, in which only the list of approved jobs is replaced."""
+    """Return the text of the policy file with a new list of approved jobs. The rest of the text does not change."""
     text = "\n".join(lines)
     begin = line_of(text, "approved")
     new = tomli_w.dumps({"approved": approved}).strip()

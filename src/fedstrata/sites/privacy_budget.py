@@ -33,8 +33,9 @@ FILE = "privacy.json"
 Steps = tuple[str, ClientId, float, float]
 """The key under which steps are counted: the job, the client, the noise, and the sampling probability.
 
-The job is its hash, a slash and the federation. The clients of a job have different samples. If a site copies its file
-into another federation's kit, the same spec counts as another job, because the site may be another client there.
+The job is a string: the hash of the job, a slash, and the federation. The clients of a job have different samples. If a
+site copies its file into another federation's kit, the same spec counts as another job, because the site may be another
+client there.
 """
 
 
@@ -43,7 +44,7 @@ class Spending:
     """The privacy loss that a site's file records.
 
     Args:
-        order: The order of the Rényi divergences that are added up; None before the first step with a budget.
+        order: The order of the Rényi divergences that are added up; None until the first step under a budget.
         steps: The number of steps for each key; see ``Steps``.
     """
 
@@ -102,7 +103,7 @@ class PrivacyBudget:
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
     def total_after(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> float:
-        """Return the total ε of all jobs if a client takes further steps; see ``spend``. Nothing is written.
+        """Return the total ε of all jobs after further steps of a client; see ``spend``. Nothing is written.
 
         Raises:
             DataError: The file is damaged.
@@ -121,7 +122,7 @@ class PrivacyBudget:
         return self._epsilon_of_job(Spending(steps={("", 0, noise, rate): steps}), "")
 
     def _add(self, spending: Spending, key: Steps, steps: int) -> None:
-        """Add steps. The first steps with a budget also choose the order."""
+        """Add steps. If these are the first steps with a budget, also choose the order."""
         if spending.order is None and self._most is not None:
             *_, noise, rate = key
             spending.order = self._order(spending, divergences(noise, rate), self._most)
@@ -179,7 +180,7 @@ class PrivacyBudget:
             raise DataError(f"{self._path}: {problem}") from None
 
     def _order(self, spending: Spending, step: NDArray[np.float64], most: float) -> int:
-        """Return the order of the Rényi divergence with which the budget allows the most steps.
+        """Return the order of the Rényi divergence that allows the most steps within the budget.
 
         Args:
             spending: The steps that clients took before the site had a budget.

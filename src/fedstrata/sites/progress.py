@@ -29,7 +29,7 @@ STEP = 2.0
 """The number of seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
-"""The number of free bytes below which a disk counts as full."""
+"""The number of free bytes below which a disk is considered full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
 """A mapping from fields of a round's record to the names of the curves that show these fields."""
@@ -46,7 +46,7 @@ COUNTED = ("returned", "dropped", "late", "failed")
 def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -> dict[str, list[list[float]]]:
     """Return the curves of a run's metrics. A curve consists of a list of rounds and a list of values.
 
-    A curve has at most approximately ``POINTS`` points. The curve of the ``primary`` metric comes first.
+    A curve has approximately ``POINTS`` points at most. The curve of the ``primary`` metric comes first.
 
     If a run repeats a round after a crash, the new record replaces the old records of this round and of later rounds.
 
@@ -91,7 +91,7 @@ class Progress:
         status: A function that returns the state of a site, and the reason for this state.
         history: The history of the run, which is empty for a new run.
         path: An optional file, to which the progress is written.
-        about: The description of the run by ``about_run``.
+        about: The description of the run, as ``about_run`` returns it.
     """
 
     def __init__(

@@ -60,8 +60,9 @@ def provision(
         sites: The federation.
         out: A folder that is empty or does not exist.
         base_dir: The folder to which relative paths of data files refer in a trial on this machine; otherwise None.
-        requests: The folder with the certificate requests of all sites. Each site then has its own private key, and the
-            site's folder does not contain it. Default: create the private keys of all sites.
+        requests: The folder with the certificate requests of all sites. The private key of each site then stays at the
+            site, and is not in the folder that this function writes for the site. Default: this function creates the
+            private keys of all sites.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.

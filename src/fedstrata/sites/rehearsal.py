@@ -52,7 +52,7 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Run a deployment's experiment in this process, with the deployment's data files and the same result.
+    """Run a deployment's experiment in this process, on the deployment's data files. The result is the same.
 
     Args:
         spec: The experiment.

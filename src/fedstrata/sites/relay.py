@@ -1,4 +1,7 @@
-"""Run relays across sites: clients train one model in turn. The server sends tasks, and sites pass the model on."""
+"""Run relays across sites.
+
+In a relay, clients train the same model, one after another. The server sends tasks, and sites pass the model on.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,8 @@ class SiteRelay:
         self._site_of_client = messenger.directory.site_of_client
         self._hops: list[_Hop] = []
         self._trail: list[int] = []
-        """The index of each site's last hop, in ascending order. The site still stores the model that this hop
-        returned."""
+        """The index of the last hop of each site, in ascending order. Each site still stores the model after its last
+        hop."""
         self._sites: set[str] = set()
         self._last: _Hop | None = None
 
@@ -107,7 +110,10 @@ class SiteRelay:
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """Continue with the last client's model if its reply is accepted, otherwise with the model before this hop."""
+        """Continue with the last client's model if the client's reply is accepted.
+
+        Otherwise, continue with the model before this hop.
+        """
         if not accepted or self._last is None:
             return
         site, number = self._last.site, len(self._hops)
@@ -116,7 +122,7 @@ class SiteRelay:
         self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the final model and the outcome of each accepted hop. Tell the sites which hops do not count."""
+        """Return the final model and the outcome of each accepted hop. Tell the sites which hops are invalid."""
         weights = self._weights
         while self._trail:
             base = self._trail[-1]
@@ -143,7 +149,7 @@ class SiteRelay:
     def _lose(self, base: int, reason: str) -> None:
         """Record that the model after hop ``base`` is lost.
 
-        The run continues with the newest model that a site still has. Hops after this model no longer count.
+        The run continues with the newest model that a site still has. Hops after this model become invalid.
         """
         self._trail.remove(base)
         since = self._trail[-1] if self._trail else -1

@@ -68,8 +68,8 @@ class JobSpec:
             connected sites.
         own_data: Whether sites have their own data. Otherwise, the spec's partition divides the spec's data set.
         patience: The number of seconds within which a site must reply.
-        direct: True if a model that clients train in turn goes directly to the next site; False if the server passes
-            the model on.
+        direct: For a model that clients train one after another: True if the model goes directly to the next site;
+            False if the server passes the model on.
         least: The minimum number of sites that must reply.
         fewer: The reaction if fewer than ``least`` sites reply.
     """
@@ -105,15 +105,16 @@ class SiteSettings(Setting):
 
     Args:
         data: The data file of the site or the server; None if the spec names the data.
-        keys: The folder with the keys that all sites share to mask labels. This setting is never used at the server.
+        keys: The folder with the keys for masking labels, which are the same for all sites. This setting is never used
+            at the server.
         patience: The number of seconds for which the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
-        allow: Top-level packages on this machine from which a spec may name code, as ``module:Class``.
+        allow: Top-level packages on this machine whose code a spec may name, as ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
-        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). In every
-            case, the server sees sums over samples.
+        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). The
+            server always sees sums over the samples.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, and specs may
             name any code. Missing keys are created, and the server sees the full text of errors.
     """
@@ -130,7 +131,7 @@ class SiteSettings(Setting):
 
     @property
     def packages(self) -> list[str] | None:
-        """The packages from which a spec may name code; None for any code, as in a simulation."""
+        """The packages whose code a spec may name; None if a spec may name any code, as in a simulation."""
         return None if self.simulated else self.allow
 
     def table(self) -> dict[str, Any]:

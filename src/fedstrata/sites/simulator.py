@@ -60,13 +60,13 @@ def simulate(
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
-            but at most three sites or, if more, one site per processor. A resumed run keeps its sites, because the
-            sites store the clients' states.
+            but not more sites than the number of processors or three, whichever is larger. A resumed run keeps its
+            sites, because the sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
         patience: The number of seconds within which a site must reply.
-        direct: True if a model that clients train in turn goes directly to the next site; False if the server passes
-            the model on.
+        direct: For a model that clients train one after another: True if the model goes directly to the next site;
+            False if the server passes the model on.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.

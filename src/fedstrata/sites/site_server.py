@@ -63,8 +63,8 @@ HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError, LateError),
 )
-"""Errors whose text the server and other sites may read. The text describes the reader's own messages or the spec, or
-identifies only a column and the requirement that it violates."""
+"""Errors whose text the server and other sites may read. The text describes only the reader's own messages, the spec,
+or a column and the requirement that this column violates."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Messages before the first round. The ledger also records failures of these messages, because a failure reveals that
@@ -77,8 +77,8 @@ class SiteServer:
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
-        send: A function that sends bytes to another site or to the server, and returns the reply. The server gets only
-            terms of sums.
+        send: A function that sends bytes to another site or to the server, and returns the reply. The function sends
+            only terms of sums to the server.
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
@@ -239,7 +239,7 @@ class SiteServer:
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return an error's text for the server; see the argument ``settings`` of ``SiteServer``.
+        """Return the text of an error that the server may see; see the argument ``settings`` of ``SiteServer``.
 
         If a client raised the error, ``reason`` is the client's description of the error.
         """
@@ -374,7 +374,7 @@ class SiteServer:
 
 
 def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.Begin, job: str) -> ClientContext:
-    """Return the context with random numbers that the server does not know, if the run needs them."""
+    """Return the context. If the run needs random numbers that the server does not know, add them."""
     # The server knows the seed of the spec, so it could compute noise from this seed, and subtract the noise.
     privacy = context.privacy
     if (privacy.dp is not None or privacy.clients is not None) and not site_server.settings.simulated:
@@ -723,7 +723,7 @@ class HopResult:
 
 
 class RelayLeg:
-    """A site's work in a relay, in which clients train one model in turn.
+    """A site's work in a relay, in which clients train the same model, one after another.
 
     The new states of the site's clients are stored only when the relay ends.
     """
@@ -749,7 +749,7 @@ class RelayLeg:
         return reply, client.n_contributing
 
     def keep(self, ack: wire.HopCommit) -> None:
-        """Record that the last client's result counts, because the server acknowledged it."""
+        """Record that the last client's result is valid, because the server acknowledged it."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
@@ -765,7 +765,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if it is the site's last hop or last acknowledged hop; otherwise None."""
+        """Return the result of a hop if the hop is the site's last hop or last acknowledged hop; otherwise None."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

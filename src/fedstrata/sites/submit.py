@@ -34,11 +34,11 @@ POLL = 2.0
 TELL = 10.0
 """The minimum number of seconds between two reports about rounds."""
 QUIET = 10.0
-"""The number of seconds after which a site that did not reply gets the administrator's request again."""
+"""The number of seconds after which the administrator's request is sent again to a site that did not reply."""
 REJOIN = 20.0
 """The maximum number of seconds to wait for all sites before a failed job is submitted again."""
 ENDS = 180.0
-"""The number of seconds that a job may take to end after its last round, while NVFlare waits for sites."""
+"""The maximum number of seconds between the last round of a job and its end, while NVFlare waits for sites."""
 MISSED = 5
 """The number of polls after which the job is submitted again if a connected site does not work on the job."""
 AGAIN = 3
@@ -53,8 +53,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
-    late or was restarted. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted, or if a connected site joined late or was restarted, and
+    therefore does not take part. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, which ``provision`` wrote.

@@ -41,7 +41,7 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Accept tensors from a new group of clients, whose tensors are added up.
+        """Accept the tensors of a new group of clients, to add them up.
 
         Args:
             group: The name of the group.
@@ -97,8 +97,8 @@ class SiteGroup(LocalGroup):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         send: A function that sends an encoded ``Part`` to the server, and returns the reply.
-        patience: The number of seconds within which the site must reply. A client waits a fraction ``SHARE`` of this
-            time for the other clients.
+        patience: The number of seconds within which the site must reply. A client waits for the other clients for at
+            most ``SHARE`` times this time.
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:

@@ -17,14 +17,14 @@ from fedstrata.sites.wire import SiteLostError
 LOG = logging.getLogger(__name__)
 
 SILENCE = 8.0
-"""The number of seconds without a heartbeat after which a site counts as dead, until its next heartbeat."""
+"""The number of seconds without a heartbeat after which a site is considered dead, until its next heartbeat."""
 
 STALL = 5.0
-"""The number of seconds after which a request or a reply counts as lost although the site sends heartbeats."""
+"""The number of seconds after which a request or a reply is considered lost although the site sends heartbeats."""
 
 RATE = 1e6
 """The assumed speed of the slowest connection in bytes per second. Large messages therefore get more time before they
-count as lost."""
+are considered lost."""
 
 LOOK = 0.25
 """The number of seconds between two checks of whether a call has ended, and between a failed call and the next call."""
@@ -70,7 +70,7 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
 
     Raises:
         SiteLostError: A reply did not arrive in time.
-        Exception: The error of the last of ``FAILURES`` calls.
+        Exception: ``FAILURES`` calls have failed. The error is that of the last call.
     """
     end, pause = time.monotonic() + patience, STALL + len(data) / RATE if beside else math.inf
     calls: set[Future[object]] = set()

@@ -70,8 +70,8 @@ class Begin(Message):
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
         total: The total number of clients.
-        round: The site restores its clients' states from the end of this round; 0 for a new run. The run continues with
-            the next round.
+        round: The site restores the states that its clients had at the end of this round; 0 for a new run. The run
+            continues with the next round.
     """
 
     run: str
@@ -124,7 +124,9 @@ class BegunWithKeys(Begun):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement of the accepted replies of an exchange. Sites discard the new states of all other clients.
+    """An acknowledgement of the accepted replies of an exchange.
+
+    Sites discard the new states of the clients whose replies were not accepted.
 
     Args:
         exchange: The sequence number of the exchange (requests to clients and their replies).
@@ -137,9 +139,9 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """An acknowledgement that the server uses the result of a hop, unless the hop's model is lost later.
+    """An acknowledgement: the server will use the result of a hop if it does not lose the hop's model later.
 
-    In a relay, clients train one model in turn. The training at one client is a hop.
+    In a relay, clients train the same model, one after another. The training at one client is a hop.
 
     Args:
         relay_id: The id of the relay.
@@ -152,11 +154,11 @@ class HopCommit(Message):
 
 @record("RelayEnd")
 class RelayEnd(Message):
-    """An acknowledgement that ends a relay, in which clients trained one model in turn.
+    """An acknowledgement that ends a relay, in which clients trained the same model, one after another.
 
     Args:
         relay_id: The id of the relay.
-        void: The ids of the clients whose training does not count.
+        void: The ids of the clients whose training is invalid.
     """
 
     relay_id: int
@@ -205,8 +207,8 @@ class Answers(Message):
     """The replies of a site's clients to ``Ask``, in the order of the clients in ``Ask``.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client. If clients are missing at the end, their outcomes follow in the
-            next message.
+        outcomes: A reply or ``Failed`` for each client. If this message does not contain the outcomes of all clients,
+            the other outcomes follow in the next message.
         left: The number of replies that did not fit into this message. The message ``More`` requests these replies.
         ledger: The head of the site's ledger after these replies; empty if the site does not have a ledger.
     """
@@ -337,8 +339,8 @@ class Part(Message):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         tensors: The term of each client.
-        step: The sequence number of the sum, with which a repeated message gets the same total; 0 if the message is
-            never repeated.
+        step: The sequence number of the sum; 0 if the message is never repeated. If a message is repeated with the same
+            number, it gets the same total.
     """
 
     group: str
@@ -362,8 +364,8 @@ class Envelope(Message):
         acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). The server sends each
             acknowledgement again until the site has replied to a message that contains it.
         body: The message, such as ``Ask``.
-        number: The sequence number of the message. Later messages have larger numbers. A site that receives the same
-            number again repeats its reply. The number is 0 for a message that is never repeated.
+        number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
+            number again, it repeats its reply. The number is 0 for a message that is never repeated.
     """
 
     acks: list[Any]

@@ -288,7 +288,7 @@ def _asks(options: argparse.Namespace) -> int:
 
 
 def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return a context manager that lets a spec name code only from the packages that a site allows.
+    """Return a context manager, in which specs may name only code from the packages that a site allows.
 
     The settings in the site's folder ``kit`` list these packages. With ``--trust``, or if ``kit`` is None, a spec may
     name any code.
