@@ -56,10 +56,10 @@ class Everyone(ClientSampler):
 
 
 class FedSamplingData(DataSampler):
-    """Each participant draws samples at random, so that ``samples`` is the mean number of samples that a round uses.
+    """Each participant draws samples at random, so that a round uses K samples on average.
 
-    The probability of drawing a sample is ``samples``, divided by the server's estimate of the participants' total
-    number of samples.
+    The probability of drawing a sample is K, divided by the server's estimate of the participants' total number of
+    samples.
 
     Args:
         samples: Mean number K of samples that a round uses.

@@ -132,7 +132,7 @@ class FedSSARSampler(ClientSampler):
     def _introduce(
         self, federation: Federation, state: FedSSARState, weights: Weights, candidates: Ints
     ) -> FedSSARState:
-        """Ask the clients without a sketch to train once, and store their sketches."""
+        """Ask clients that have no sketch to train once, and store the sketches from their replies."""
         sent = sketch(weights.params, self.coordinates, state.seed)
         sketches = replace(state.sketches, sent=sent)
         unknown = np.setdiff1d(candidates, sketches.known)
@@ -148,9 +148,9 @@ class FedSSARSampler(ClientSampler):
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
     """Return the number of clients to draw from each cluster: in proportion to its size, but at most ``available``.
 
-    The draws are allocated by the largest-remainder method (see ``allocate``), with at least one draw for each cluster
-    with available clients. If there are fewer draws than clusters with available clients, clusters are drawn at
-    random, so that every available client has the same probability.
+    The draws are allocated by the largest-remainder method (see ``allocate``). Each cluster that has available clients
+    gets at least one draw. If there are fewer draws than such clusters, clusters are drawn at random, so that every
+    available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.
