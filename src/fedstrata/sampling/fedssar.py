@@ -149,8 +149,8 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
     """Return the number of clients to draw from each cluster: in proportion to its size, but at most ``available``.
 
     The draws are allocated by the largest-remainder method (see ``allocate``). Each cluster that has available clients
-    gets at least one draw. If there are fewer draws than such clusters, clusters are drawn at random, so that every
-    available client has the same probability.
+    gets at least one draw. If there are fewer draws than clusters with available clients, clusters are drawn at random,
+    so that every available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.
