@@ -248,7 +248,7 @@ class MeanBySize(Aggregator):
 
 
 class Mean(Aggregator):
-    """The mean of the clients' models, with equal weights. A client that was drawn twice counts twice."""
+    """The mean of the clients' models, with equal weights. A client that was drawn twice has twice the weight."""
 
     needs_replies = ""
 
@@ -263,13 +263,13 @@ class StratumMean(Aggregator):
     """The mean model of each stratum, averaged over strata in proportion to their sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
-    clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply do not
-    count, and the weights of the other strata increase accordingly. If clients were drawn in proportion to their
-    samples, N_h and N count samples instead of clients.
+    clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply have the
+    weight 0, and the weights of the other strata increase accordingly. If clients were drawn in proportion to their
+    numbers of samples, N_h and N are numbers of samples instead of clients.
 
     The papers call this average unbiased, but it has two biases. First, clients with large gradients are drawn more
-    often without getting smaller weights. Second, strata without a drawn client do not count, as in the published code.
-    ``HorvitzThompson`` is unbiased.
+    often, but do not get smaller weights. Second, strata without a drawn client have the weight 0, as in the published
+    code. ``HorvitzThompson`` is unbiased.
     """
 
     needs_replies = "weights each client by its stratum"
@@ -290,7 +290,7 @@ class StratumMean(Aggregator):
 
 
 class HorvitzThompson(Aggregator):
-    """An unbiased estimate of all clients' mean update, for draws with known probabilities (Horvitz, Thompson 1952).
+    """An unbiased estimate of the clients' mean update, for draws with known probabilities (Horvitz, Thompson 1952).
 
     The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, and client k was drawn
     draws_k times. Stratum h had m_h draws, each of which picks client k with probability p_k. For draws without
@@ -322,7 +322,7 @@ class HorvitzThompson(Aggregator):
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return the weights draws_k / (N m_h p_k), where m_h counts only draws of clients that replied."""
+        """Return the weights draws_k / (N m_h p_k), where m_h includes only the draws of clients that replied."""
         population, m, chance = _strata(selection, returned, selection.stratum_sizes)
         result: Floats = selection.draws[returned] / (population * m * (selection.probability[returned] * chance))
         return result
@@ -338,9 +338,9 @@ def _strata(selection: Selection, returned: Ints, sizes: Ints) -> tuple[int, NDA
 
     Returns:
         The total size of the strata from which at least one client replied, and two arrays of shape (r,). For each
-        client that replied, the first array contains the number m_h of draws from its stratum, and the second array
-        contains the probability that its stratum gets at least one draw. If this probability can be below 1, strata
-        without an invited client also count in the total size, because the probability compensates for these strata.
+        client that replied, the first array contains the number m_h of draws from its stratum. The second array
+        contains the probability that this stratum gets at least one draw. If this probability can be below 1, the total
+        size also includes strata without an invited client, because the probability compensates for these strata.
     """
     stratum = selection.stratum[returned]
     m = np.bincount(stratum, weights=selection.draws[returned], minlength=len(sizes))

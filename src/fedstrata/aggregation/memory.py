@@ -39,11 +39,11 @@ class Remembering(Aggregator):
 class Intervals(Remembering):
     """The sum of the updates, each weighted by the mean number of rounds between the client's replies (FedAU).
 
-    With N clients, the weight of client k is ω_k / N. The number ω_k estimates 1 / p_k, where p_k is the probability
-    that client k replies in a round. The sum (1/N) Σ_k ω_k Δ_k of the updates Δ_k therefore estimates the mean update
-    of all N clients. An interval between replies ends when the client replies, or after ``cutoff`` rounds. The estimate
-    ω_k is the mean length of the intervals that ended before the current round. Before the first interval ends, ω_k is
-    1. A client that was not invited counts as absent.
+    With N clients, the weight of client k is ω_k / N. The number ω_k is an estimate of 1 / p_k, where p_k is the
+    probability that client k replies in a round. The sum (1/N) Σ_k ω_k Δ_k of the updates Δ_k therefore estimates the
+    mean update of all N clients. An interval between replies ends when the client replies, or after ``cutoff`` rounds.
+    The estimate ω_k is the mean length of the intervals that ended before the current round. Before the first interval
+    ends, ω_k = 1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Maximum interval K between two replies of a client, in rounds. A smaller K lowers the weights of clients
@@ -80,7 +80,7 @@ class Intervals(Remembering):
 
 
 class LastUpdates(Remembering):
-    """The mean of all clients' most recent updates, including absent clients (MIFA).
+    """The mean of the most recent updates of all clients, including absent clients (MIFA).
 
     The new model is w ← w_t + (1/N) Σ_k y_k. Here, y_k is the last update that client k sent, or zero before its first
     reply. If the clients' learning rate changes, stored updates are not rescaled. The model also changes in rounds in
@@ -112,11 +112,11 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of all clients' last updates, corrected with this round's updates (FedVARP).
+    """The mean of the stored updates of all clients, corrected with the new updates of the round (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The value y_k is the client's last update from an earlier round,
-    or zero before its first reply. If all clients reply with the same probability, the added terms are an unbiased
+    or zero before its first reply. If all clients reply with the same probability, the terms after w_t are an unbiased
     estimate of the mean update of all clients. A round without a reply does not change the model. BatchNorm's buffers
     are averaged over the replies of the round.
 
@@ -166,20 +166,20 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' models; an update counts once per round since the last reply (FedAWE).
+    """The mean of the clients' models, where updates after absences have larger weights (FedAWE).
 
-    In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. Client k last replied in
-    round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the initial model,
-    and τ_k = 0. Local training changes x_k by Δ_k. Two mechanisms correct for absences. First, an update counts once
-    for each round since the client's last reply ("adaptive innovation echoing"). Second, the average of the models x_k
-    spreads the updates equally among all clients ("implicit gossiping"). A client that was not invited counts as
-    absent, and a round without a reply does not change the model. The server optimiser (``server``) applies the mean of
-    (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. As in the authors'
-    program, the mean of all clients' models x_k is evaluated and saved.
+    In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. The previous reply of
+    client k was in round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the
+    initial model, and τ_k = 0. The client's update of x_k is Δ_k. Two mechanisms correct for absences. First, an update
+    is multiplied by the number of rounds since the client's previous reply ("adaptive innovation echoing"). Second, the
+    average of the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that was
+    not invited counts as absent, and a round without a reply does not change the model. The server optimiser
+    (``server``) applies the mean of (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies
+    of the round. As in the authors' program, the mean of all clients' models x_k is evaluated and saved.
 
     In the paper, the server sends x_k to the client at the end of round τ_k, and the client stores x_k. In this
-    implementation, the server stores these models and sends x_k at the beginning of round t. Clients then do not need a
-    state, and all messages have the same size.
+    implementation, the server stores these models and sends x_k at the beginning of round t. Thus, clients do not need
+    a state, and all messages have the same size.
 
     Args:
         clip: Maximum norm of the mean update. The published algorithm does not limit the norm.

@@ -22,10 +22,10 @@ BETAS = (0.9, 0.99)
 class ServerOptimizer(Setting):
     """SGD with momentum or an adaptive optimiser on the server (Reddi et al. 2021).
 
-    The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step sets m ← β₁ m +
-    (1 − β₁) g, updates v, and then sets w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v − (1
-    − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Unlike PyTorch's Adam, adaptive optimisers have no
-    bias correction.
+    The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step computes m ← β₁
+    m + (1 − β₁) g, then the new v, and then w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v −
+    (1 − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Unlike PyTorch's Adam, adaptive optimisers have
+    no bias correction.
 
     Args:
         optimizer: Type of optimiser: ``sgd`` (FedAvgM if ``momentum`` is set), ``adam`` (FedAdam), ``yogi`` (FedYogi)
@@ -69,7 +69,8 @@ class ServerOptimizer(Setting):
     ) -> tuple[Params, Tree]:
         """Take one step with ``update`` as the negative gradient, and return the new parameters and the new state.
 
-        If a schedule is set, the learning rate depends on ``round`` (counted from 1) and ``rounds`` (the total number).
+        If a schedule is set, the learning rate depends on ``round`` (counted from 1) and ``rounds`` (the number of all
+        rounds).
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
@@ -98,7 +99,7 @@ class Stepper:
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
         self.settings, self._lr = settings, settings.rate if lr is None else lr
         self.params: Params = {name: w.detach().clone() for name, w in params.items()}
-        """The current parameters. Each step changes them in place."""
+        """The current parameters. Each step changes these parameters in place."""
         state = state or {}
         self._first: list[Tensor] = [tensor.clone() for tensor in state.get("first", ())]
         self._second: list[Tensor] = [tensor.clone() for tensor in state.get("second", ())]

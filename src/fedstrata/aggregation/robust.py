@@ -1,6 +1,6 @@
 """Aggregate robustly, so that false updates from a few clients have little influence on the global model.
 
-Each client that replied counts once, regardless of its reported number of samples and its number of draws.
+All clients that replied have equal weights, regardless of their reported numbers of samples and numbers of draws.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RobustAggregator(Aggregator):
         return ""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return equal weights, because each client counts once."""
+        """Return equal weights for all clients that replied."""
         return np.full(len(returned), 1 / max(len(returned), 1))
 
     @abstractmethod
@@ -136,7 +136,7 @@ class TrimmedMean(RobustAggregator):
 
 
 def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
-    """Return the mean of each column without its ``each_end`` smallest and largest values."""
+    """Return the mean of each column, without the ``each_end`` smallest and ``each_end`` largest values."""
     ordered = rows.sort(dim=0).values if each_end else rows
     return ordered[each_end : len(rows) - each_end].mean(dim=0)
 
@@ -159,7 +159,7 @@ class Krum(RobustAggregator):
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the update with the smallest score; the first one if several updates have this score.
+        """Return the update with the smallest score; the first of them if several updates have this score.
 
         >>> Krum(attackers=0).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.0]
@@ -185,7 +185,8 @@ class MultiKrum(Krum):
 
     Args:
         attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
-        chosen: Number of updates to average. Maximum and default: n − f, for n replies and f ``attackers``.
+        chosen: Number of updates to average. Maximum and default: n − f, where n is the number of replies, and f is
+            ``attackers``.
     """
 
     chosen: PositiveInt | None = None
@@ -194,7 +195,7 @@ class MultiKrum(Krum):
     def least_replies(self) -> int:
         """The minimum number of replies: the larger of 2 f + 3 and f + ``chosen``.
 
-        With f attackers, at least ``chosen`` replies are then honest.
+        Therefore, at least ``chosen`` replies are honest if f replies are from attackers.
         """
         return max(super().least_replies, (self.chosen or 0) + self.attackers)
 
@@ -212,8 +213,8 @@ class MultiKrum(Krum):
 class GeometricMedian(RobustAggregator):
     """An approximate geometric median of the updates (RFA, Pillutla et al. 2022).
 
-    Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
-    update‖). The algorithm starts with v = 0, which stands for the unchanged global model.
+    Each step of the smoothed Weiszfeld algorithm sets v to a weighted mean of the updates. The weight of an update is 1
+    / max(ν, ‖v − update‖). The algorithm starts with v = 0, which stands for the unchanged global model.
 
     Args:
         steps: Number of steps of the Weiszfeld algorithm.

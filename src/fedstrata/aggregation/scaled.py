@@ -1,4 +1,4 @@
-"""Aggregate with rescaled updates: a factor multiplies each client's update, or the combined update."""
+"""Aggregate with rescaled updates: each client's update, or the combined update, is multiplied by a factor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedstrata.federation.secure.fit import EQUAL, Bounds, Numbers, Summands, Su
 from fedstrata.sampling.base import ClientSampler, Selection
 
 SQUARES = 4096.0
-"""Maximum squared norm of an update in secure sums, in units of ``privacy.range`` squared."""
+"""Maximum squared norm of an update in secure sums, as a multiple of the square of ``privacy.range``."""
 
 
 class Normalised(MeanBySize):
@@ -28,9 +28,9 @@ class Normalised(MeanBySize):
 
     The weight of client k, which takes τ_k steps, is p_k (Σ_j p_j τ_j) / τ_k, where p_k is its weight in the aggregator
     ``size``. With momentum, τ_k is replaced by the total weight of all gradients in the update (see
-    ``gradient_weights``). Terms that an objective adds to the loss, and weight decay, count as parts of the gradient.
-    In the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are
-    averaged with the weights p_k.
+    ``gradient_weights``). The gradient includes weight decay, and terms that an objective adds to the loss. In the
+    authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with
+    the weights p_k.
     """
 
     needs_replies = ""
@@ -98,7 +98,7 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """Return the total weight of all gradients in an update, for SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, a gradient also contributes to all later steps.
-    In each step, its weight is ρ times its weight in the previous step.
+    From step to step, the weight of this contribution is multiplied by ρ.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -112,10 +112,10 @@ class Extrapolated(Mean):
 
     The factor is η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))), where Δ̄ is the mean of the m updates Δ_k.
 
-    For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms
-    include all parameters, but not BatchNorm's buffers. The model that is evaluated and saved is the average of the
-    last two global models. The authors' program also weights updates by numbers of samples, and scales ε with m and the
-    clients' squared learning rate.
+    For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice has twice the weight.
+    The norms include all parameters, but not BatchNorm's buffers. The model that is evaluated and saved is the average
+    of the last two global models. In the authors' program, updates are also weighted by numbers of samples, and ε is
+    scaled with m and the clients' squared learning rate.
 
     Args:
         eps: Constant ε that limits the factor when the mean update is near zero.

@@ -1,9 +1,9 @@
-"""Define ``Setting``, which checks the values of settings, and ``Registry``, which maps names to settings classes.
+"""Define ``Setting``, which checks the values of settings, and ``Registry``, which finds settings classes by name.
 
-A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
-fields of the model are the settings, and its methods define the behaviour. For example, ``Registry`` converts
-``{"name": "dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is
-needed. A spec names a user's own class as ``"module:Class"``.
+A spec describes an experiment. Each method, partition or sampler in a spec is a frozen pydantic model. The fields of
+the model are the settings, and its methods define the behaviour. For example, ``Registry`` converts ``{"name":
+"dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is needed. In a
+spec, a user's own class has the name ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The maximum value of an integer setting without a limit of its own. Counts that are computed from this value fit into
-64 bits."""
+"""The maximum value of an integer setting that has no other limit. Counts that are computed from this value fit into 64
+bits."""
 
 LARGEST = 1e18
-"""The maximum value of a float setting without a limit of its own. The square of this value fits into float32."""
+"""The maximum value of a float setting that has no other limit. The square of this value fits into float32."""
 
 _NAMES: dict[str, str] = {}
 """A mapping from the path ``"module:Class"`` of a class to its name in specs."""
@@ -47,10 +47,10 @@ _REGISTRIES: list[Registry[Any]] = []
 
 
 class _SpecName:
-    """A descriptor that returns the name that stands for a class in specs.
+    """A descriptor that returns the name of a class in specs.
 
-    A class in a registry has its registered name. A user's own class has the name ``"module:Class"``. Other classes
-    have an empty name.
+    A class in a registry has the name from the registry. A user's own class has the name ``"module:Class"``. Other
+    classes have an empty name.
     """
 
     def __get__(self, instance: object, owner: type) -> str:
@@ -71,7 +71,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings. Creating an object checks all values, and raises an error for unknown keys.
+    """Base class of groups of settings. The constructor checks all values, and raises an error for unknown keys.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -85,8 +85,8 @@ class Setting(BaseModel):
     """The name that selects this class in a spec; empty if the section of the spec has only one class."""
 
     later_settings: ClassVar[tuple[str, ...]] = ()
-    """Names of settings that earlier versions of fedstrata did not have. ``to_spec`` omits their default values, so
-    that old specs keep their hashes."""
+    """Names of settings that earlier versions of fedstrata did not have. If such a setting has its default value,
+    ``to_spec`` omits the setting, so that the hashes of old specs stay valid."""
 
     @property
     def implementation(self) -> Any:
@@ -232,7 +232,7 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation for fields whose values a registry creates, as in ``Annotated[Codec, FromRegistry(CODECS)]``.
+    """An annotation for fields with values from a registry, as in ``Annotated[Codec, FromRegistry(CODECS)]``.
 
     The field accepts a name, a mapping with the key ``name``, or an instance. Errors show the field's key.
 
@@ -347,7 +347,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence that lists which classes in the registry of ``cls`` have a setting ``word``.
+    """Return a sentence with the names of all classes in the registry of ``cls`` that have a setting ``word``.
 
     Return an empty string if none of the classes has this setting.
     """

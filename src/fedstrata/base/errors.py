@@ -1,4 +1,4 @@
-"""Define the exceptions that fedstrata raises. Their messages say what to do."""
+"""Define the exceptions that fedstrata raises. The messages of these exceptions say what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FedstrataError(Exception):
     public = ""
     """A description that other parties may see, if the error is about one party's data.
 
-    The description names the column and the violated rule. It does not contain values from the data.
+    The description names the column and the violated rule. The description does not contain values from the data.
     """
 
     def publicly(self, text: str) -> Self:
@@ -31,7 +31,7 @@ class SpecError(FedstrataError):
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
         problem: The problem, and the accepted values.
-        value: The value of the setting, which the message shows. By default, the message does not show a value.
+        value: The value of the setting, if the message is to show the value.
         place: The file and line of the setting, if they are known.
     """
 
@@ -62,7 +62,7 @@ class ReplyRefusedError(FedstrataError):
 
 
 class WithheldError(FedstrataError):
-    """A reply that a client withholds, because it uses too few samples or because the site forbids it."""
+    """A reply that a client withholds, because too few samples contribute to it or because the site forbids it."""
 
 
 class QuorumError(FedstrataError):

@@ -15,11 +15,11 @@ from typing import Any
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The name of the last key in each line. The value is a hash of the rest of the line and the previous line's
+"""The name of the last key in each line. The value is a hash of the rest of the line and of the previous line's
 checksum."""
 
 REPAIR = "Restore the file, or remove this line and the lines after it."
-"""The advice in errors about a damaged line. All lines before this line are intact."""
+"""The advice in errors about a damaged line. All lines before the damaged line are intact."""
 
 _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 
@@ -38,7 +38,7 @@ class Log:
     def __init__(self, path: Path | str, mode: int = 0o666) -> None:
         self.path, self._mode = Path(path), mode
         self.last, self.size = "", 0
-        """The last line's checksum and the file's size in bytes, when this object last wrote or read the file."""
+        """The last line's checksum and the file's size in bytes, from the time when this object last used the file."""
 
     @property
     def is_known(self) -> bool:
@@ -75,8 +75,8 @@ class Log:
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
     """Return the checksum of a line.
 
-    Return None if the line has no checksum, or if the checksum is wrong. To detect wrong checksums, give the previous
-    line's checksum as ``after``.
+    Return None if the line has no checksum, or if the checksum is wrong. Wrong checksums are detected only if ``after``
+    is the previous line's checksum.
     """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
@@ -227,7 +227,7 @@ def sync_folder(folder: Path) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files that killed processes left in a folder. Later calls for the same folder do nothing."""
+    """Remove temporary files of killed processes from a folder. Later calls for the same folder do nothing."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):

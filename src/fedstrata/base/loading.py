@@ -1,4 +1,4 @@
-"""Import the objects that a spec names as ``"module:Class"``, and limit what may be imported."""
+"""Import the objects that are written as ``"module:Class"`` in a spec, and limit what may be imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[No
 
     Args:
         packages: The allowed top-level packages. The value None allows any package.
-        advice: The error message for packages that are not allowed. By default, the message names the allowed packages.
+        advice: The error message for packages that are not allowed. By default, the message lists the allowed packages.
     """
     before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))
     try:

@@ -14,7 +14,7 @@ import torch
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # the numbers of three parameters of the C function mallopt
 KEPT_FREE, GROWTH, LARGE = 256 << 20, 16 << 20, 32 << 20
 """The values of three parameters of ``mallopt``, in bytes. The parameters are the free memory that the heap keeps, the
-step by which the heap grows, and the minimum size of blocks outside the heap. The last value is the maximum that the C
+step by which the heap grows, and the minimum size of blocks outside the heap. The third value is the maximum that the C
 library accepts.
 """
 
@@ -48,8 +48,8 @@ def keep_freed_memory() -> bool:
 
     By default, glibc returns blocks of a few megabytes, such as activations, to the operating system at once. If the C
     library keeps the memory, a small convolutional network trains 1.5 times as fast, and an MLP 1.3 times as fast
-    (``benchmarks/fast_paths.py``). The process then keeps up to 256 MB after training. This function does nothing if
-    the environment already configures the allocator, or if the C library is not glibc.
+    (``benchmarks/fast_paths.py``). In this case, the process keeps up to 256 MB after training. This function does
+    nothing if the environment already configures the allocator, or if the C library is not glibc.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if chosen or platform.libc_ver()[0] != "glibc":

@@ -1,8 +1,8 @@
 """Run worker processes on this machine, as new processes or as forks of this process.
 
 A new process does not share memory with this process, so tasks and their errors are pickled. A fork starts with a copy
-of this process's memory. A fork can therefore use objects that cannot be pickled, such as a class that a notebook
-defines. A fork can also use large arrays without copying them.
+of this process's memory. A fork can therefore use objects that cannot be pickled, such as a class that is defined in a
+notebook. A fork can also use large arrays without copying them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Task = Callable[[], None]
 
 
 def can_fork() -> bool:
-    """Return True if a fork of this process can train with a single thread.
+    """Return True if it is safe to train with a single thread in a fork of this process.
 
     Forks are safe only on Linux. A daemonic process may not have child processes. CUDA does not work after a fork.
     """
@@ -50,8 +50,8 @@ class Worker:
     The child process ends when its work is done, or when this process closes the pipe or ends.
 
     Args:
-        work: The function that the child process calls with its end of the pipe. Without ``fork``, the child process
-            must be able to import the function from a module.
+        work: The function that the child process calls. The argument is the child's end of the pipe. Without ``fork``,
+            the child process must be able to import the function from a module.
         fork: Whether to fork this process instead of starting a new process; see ``can_fork``.
         daemon: Whether the child process is a daemon. A daemon may not have child processes.
         inherited: This process's pipes to other workers. A fork inherits these pipes, and must close its copies.
@@ -104,7 +104,7 @@ class Worker:
             raise EOFError from None
 
     def end(self, grace: float = GRACE) -> str:
-        """Close the pipe, wait for the process, and kill the process after ``grace`` seconds.
+        """Close the pipe, and wait for the end of the process. After ``grace`` seconds, kill the process.
 
         Return a description of how the process ended.
         """
@@ -139,7 +139,7 @@ class TaskPool(Generic[K]):
     """A pool of worker processes, each of which executes one task at a time. Use the pool in a ``with`` block.
 
     Tasks that are still running at the end of the block are terminated. Without ``fork``, each worker is a new process
-    that executes one task after another. With ``fork``, each task runs in its own fork of this process.
+    that executes one task after another. With ``fork``, each task is executed in a new fork of this process.
 
     Args:
         jobs: The maximum number of workers.

@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def record(name: str) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen dataclass that ``encode`` and ``decode`` support.
+    """Turn a class into a frozen dataclass that ``encode`` and ``decode`` support.
 
     Args:
         name: The wire name, which stands for the class in encoded bytes. Do not change the wire name when you move or
@@ -101,7 +101,7 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 
 class Message:
-    """Base class of records that another party sends. ``decode`` checks the types of their fields."""
+    """Base class of records that another party sends. ``decode`` checks the types of a message's fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -137,8 +137,9 @@ def size(tree: Tree) -> int:
 def _form(tree: Tree) -> Hashable:
     """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
-    The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, strings, shapes and
-    dtypes. The key does not contain values of numbers and tensors. In the tuple, each node comes before its children.
+    The key is a flat tuple of everything that determines the length: types of nodes, keys of mappings, strings, shapes
+    and dtypes. The key does not contain values of numbers and tensors. In the tuple, each node comes before its
+    children.
     """
     form: list[Any] = []
     pending = [tree]
@@ -228,7 +229,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 class _Values:
     """The tensors and numbers of a tree, which are stored outside the tree's JSON skeleton.
 
-    Numbers are not in the skeleton, so that its length does not depend on their values.
+    Numbers are not in the skeleton, so that the skeleton's length does not depend on the values of numbers.
     """
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)

@@ -26,7 +26,8 @@ class Key(ISeedSequence):
     """The key of a generator: 128 bits, as two 64-bit integers with shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. With ``key=``, NumPy also reads random
-    numbers from the operating system without using them. ``Key`` avoids this step, so ``rng`` is three times as fast.
+    numbers from the operating system, but does not use them. ``Key`` avoids this step, so ``rng`` is three times as
+    fast.
     """
 
     words: NDArray[np.uint64]

@@ -46,7 +46,7 @@ class ScreenTable:
         order: The indices of the columns to show if they fit, in order of importance. All other columns are shown only
             with ``every``. Default: all columns, from left to right. Columns of names are always shown.
         every: Whether to show all columns. If the terminal is too narrow, the columns are printed in several blocks.
-        one_line: Whether long texts are cut off instead of wrapped, if the output is a terminal.
+        one_line: Whether to cut off long texts, instead of wrapping them, if the output is a terminal.
         more: A text that says how to see the omitted columns.
         title: The line above the table.
         note: The sentences below the table.
@@ -111,7 +111,7 @@ class ScreenTable:
         return blocks
 
     def _fitting(self, columns: Sequence[int], least: Sequence[int], width: int, gap: int) -> int:
-        """Return the number of leading ``columns`` that fit beside the names."""
+        """Return how many of ``columns``, counted from the first, fit beside the names."""
         total = sum(least[: self.left]) + gap * (self.left - 1)
         for count, column in enumerate(columns):
             total += gap + least[column]

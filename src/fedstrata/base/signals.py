@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code that shells report for a process that SIGTERM ended."""
+"""The exit code that shells report if SIGTERM has ended a process."""
 
 GRACE = 2.0
 """The number of seconds between the end of a parent process and the killing of its child process.
@@ -106,7 +106,7 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
 
     Args:
         asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel is not
-            asked to send SIGTERM, because it would send the signal as soon as the thread that started this process
+            asked to send SIGTERM, because the kernel would send the signal when the thread that started this process
             ends.
 
     Raises:

@@ -113,11 +113,11 @@ def style_sheet() -> str:
 def lines(labels: Sequence[str]) -> dict[str, Stroke]:
     """Choose a line style for each label of a chart.
 
-    A method in ``FIXED`` has its own style, and other labels get the remaining styles. If there are more labels than
+    A method in ``FIXED`` gets its fixed style. All other labels get the remaining styles. If there are more labels than
     styles, only the first ``COLOURED`` labels get colours, so that the colours can be distinguished.
 
     Args:
-        labels: The labels, with the most important labels first.
+        labels: The labels, in order of importance.
 
     >>> [SERIES.index(line) for line in lines(["moon", "scaffold", "fedavg"]).values()]
     [1, 5, 0]

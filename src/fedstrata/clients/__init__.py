@@ -1,1 +1,1 @@
-"""The code that runs where the data are, at the clients: request handlers, local training, and clients' states."""
+"""The code that runs at the clients, where the data are: request handlers, local training, and clients' states."""

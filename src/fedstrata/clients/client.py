@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_MEMORY = 1 << 30
-"""Maximum total size of the clients' states in memory, in bytes, before states move to the disk."""
+"""Maximum total size, in bytes, of the clients' states in memory. Further states are stored on the disk."""
 
 
 def no_forms(config: FederationConfig) -> Forms:
@@ -65,11 +65,11 @@ class ClientContext:
         personal: The objective for fine-tuning a client's copy of the global model before the copy is evaluated.
         tells_values: Whether the reply to an evaluation request contains the metrics on the client's own samples. The
             reply always contains sums, from which the server computes the metrics over all clients.
-        privacy: The privacy settings. The clients' site may require more samples per reply than the spec does.
-        forms: A function that returns how secure sums (``privacy.sums``) add up the replies to each kind of request.
+        privacy: The privacy settings. The site of the clients may require more samples per reply than the spec.
+        forms: A function that returns, for each kind of request, how secure sums (``privacy.sums``) add up the replies.
         prepared: The results that ``cached`` stores, as a mapping from each function to its result.
-        keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
-        secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
+        keys: Secret keys that are known to all clients but not to the server. Only Stratify uses these keys.
+        secret: Whether the operating system provides the clients' random numbers, instead of the spec's seed, which the
             server knows. Sites of a deployment need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
         member: The object that takes part in secure sums for the site; None in simulations, and in runs without secure
             sums.
@@ -108,8 +108,8 @@ class Client:
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client stored during earlier requests. A handler may replace entries, but must not
             change a value in place: if the reply is refused, the old state remains valid.
-        group: The connection for adding up tensors (``all_reduce_sum``) with clients that run at the same time; None if
-            the client runs alone.
+        group: The connection to the clients that run at the same time, for adding up tensors (``all_reduce_sum``); None
+            if the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
 
@@ -156,8 +156,7 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        If ``training.local_steps`` is set, the number of contributing samples is at most the total size of these steps'
-        batches.
+        If ``training.local_steps`` is set, at most as many samples contribute as the batches of these steps contain.
 
         Args:
             samples: Number of samples that are available for training.
@@ -176,7 +175,7 @@ class Client:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The stratum of each of the client's samples, such as the sample's label, shape (n_k,)."""
+        """For each of the client's samples, its stratum, such as its label, shape (n_k,)."""
         return self.context.data.require_strata("method", "stratify")[self.indices]
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Inputs, Tensor]:
@@ -197,7 +196,7 @@ class Client:
 class StateStore:
     """The states that clients keep between requests.
 
-    If the states exceed ``memory``, the least recently used states move to the disk.
+    If the states exceed ``memory``, the states that have not been used for longest move to the disk.
 
     Args:
         memory: Maximum total size of the states in memory, in bytes.

@@ -29,13 +29,13 @@ class RelayHandler(Protocol):
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
-        """Let a client change the model, and return its reply.
+        """Let a client change the model, and return the client's reply.
 
-        If this method raises an exception, the hop counts as failed.
+        If this method raises an exception, the hop has failed.
         """
 
     def keep(self, accepted: bool) -> None:
-        """Keep the last hop's model if ``accepted`` is true; otherwise restore the model from before this hop."""
+        """Keep the model of the latest hop if ``accepted`` is true; otherwise restore the model from before the hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""
@@ -96,7 +96,7 @@ class Handlers:
         self.hop: dict[type[Request], HopHandler] = _Required("pass on")
         """The functions with which a client changes the model that travels from client to client in a relay."""
         self.sum: dict[type[Request], SumHandler] = {}
-        """The functions that compute the sum of several clients' replies without computing each reply."""
+        """The functions that compute the sum of several clients' replies, but not the single replies."""
         self.relay: dict[type[Request], RelayHandlerFactory] = {}
         """The functions that create a ``RelayHandler``, which computes a whole relay."""
         for function in self._functions:

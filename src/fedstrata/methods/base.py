@@ -22,8 +22,8 @@ ASKING = {
 }
 """For each base class, the Python methods and attributes that determine the requests to clients and the replies.
 
-A subclass that overrides one of them must also override its declaration of requests: ``sends`` in an objective, and
-``allowed`` in all other classes.
+A subclass that overrides one of these names must also override its declaration of requests: ``sends`` in an objective,
+and ``allowed`` in all other classes.
 """
 
 
@@ -44,8 +44,8 @@ class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
     The fields of a subclass are the method's settings. The method ``init`` returns the first state, and ``run_round``
-    computes the next state from a state. A state is a record with at least the field ``weights``, which is the global
-    model.
+    computes the next state from the current state. A state is a record with at least the field ``weights``, which is
+    the global model.
     """
 
     paper: ClassVar[str] = ""
@@ -54,7 +54,8 @@ class Method(Setting):
     needs_sgd: ClassVar[str] = ""
     """The reason why the method supports only plain SGD on single batches (a sentence without a full stop).
 
-    Empty if the method supports all optimisers of the spec's section ``training``. See also ``Objective.needs_sgd``.
+    The reason is empty if the method supports all optimisers of the spec's section ``training``. See also
+    ``Objective.needs_sgd``.
     """
 
     needs_replies: ClassVar[str] = ""
@@ -88,14 +89,14 @@ class Method(Setting):
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if all clients reply with updates (which codecs can compress) of the model they were sent."""
+        """Return True if all clients reply with updates of the received model. Codecs can compress such updates."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the method may send, and their bounds. Sites refuse all other requests.
 
-        None means that the method does not declare its requests and runs only in simulations. A subclass must override
-        ``allowed`` if it overrides one of the methods in ``ASKING``.
+        The result None means that the method does not declare its requests, and works only in simulations. A subclass
+        must override ``allowed`` if it overrides one of the methods in ``ASKING``.
         """
         return None
 
@@ -105,7 +106,7 @@ class Method(Setting):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The facts about clients that the method keeps private, and that evaluations must not disclose."""
+        """The facts about clients that the method hides, and that evaluations must not disclose."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:

@@ -37,9 +37,9 @@ class CCVR(Recipe, HeadTuning):
 
     All clients send the moments of their features z: for each class c, the number of samples n_k(c), Σ z and Σ z zᵀ.
     From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of class c. The
-    server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c), and trains the head on them.
-    All other layers do not change, and later rounds start from the uncalibrated model. Classes without samples at any
-    client have no virtual features.
+    server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c), and trains the head on these
+    features. All other layers do not change, and later rounds start from the uncalibrated model. If no client has
+    samples of a class, this class has no virtual features.
 
     Args:
         per_class: Number of features drawn from each class's Gaussian.
@@ -146,7 +146,7 @@ def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
 def drawn(mean: Tensor, covariance: Tensor, number: int, generator: np.random.Generator) -> Tensor:
     """Draw ``number`` vectors from a normal distribution, shape (number, d), float32.
 
-    Negative eigenvalues of the covariance, which rounding can cause, count as 0.
+    Negative eigenvalues of the covariance, which rounding can cause, are replaced by 0.
     """
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     noise = torch.from_numpy(generator.standard_normal((number, len(mean))))

@@ -10,7 +10,7 @@ from fedstrata.sampling.clustered import Algorithm, Clustered
 
 
 class ClusteredSampling(Recipe):
-    """FedAvg with clustered sampling: an unbiased draw of one client from each group of similar clients."""
+    """FedAvg with clustered sampling, which is unbiased and draws one client from each group of similar clients."""
 
     paper = "Fraboni et al. 2021, Clustered Sampling (ICML)"
 

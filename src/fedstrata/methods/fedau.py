@@ -10,12 +10,12 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedAU(Recipe):
-    """FedAvg that weights each client's update by the mean number of rounds between the client's replies.
+    """FedAvg that multiplies each client's update by the mean number of rounds between the client's replies.
 
-    Clients that are often absent then have the same influence as other clients. See the aggregator ``fedau``.
+    Thus, clients that are often absent have the same influence as other clients. See the aggregator ``fedau``.
 
     Args:
-        cutoff: Maximum interval K between two replies of a client, in rounds. A longer absence counts as several
+        cutoff: Maximum interval K between two replies of a client, in rounds. A longer absence is divided into several
             intervals.
     """
 

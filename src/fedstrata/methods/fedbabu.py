@@ -16,8 +16,8 @@ class FedBABU(Recipe):
     """FedAvg that trains only the body (the layers before the head). The head keeps its initial values.
 
     With ``fine_tune``, the server trains a copy of the head for each evaluation and for the final model. Clients never
-    receive this copy. In the paper, each client instead fine-tunes the model on its own data; set
-    ``evaluation.fine_tune`` for this.
+    receive this copy. In the paper, each client instead fine-tunes the model on its own data; to do the same, set
+    ``evaluation.fine_tune``.
 
     Args:
         fine_tune: Settings for training the head on the server, as in ``fedavg-ft``. Default: the head is not trained.
@@ -42,6 +42,6 @@ class FedBABU(Recipe):
             self.fine_tune.require_samples(config, "method.fine_tune")
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
-        """Return the global model, whose head the server trains first if ``fine_tune`` is set."""
+        """Return the global model. If ``fine_tune`` is set, the server first trains a copy of the head."""
         weights = super().evaluated(config, state)
         return self.fine_tune.tuned(config, weights)[0] if self.fine_tune else weights

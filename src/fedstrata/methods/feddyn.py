@@ -13,8 +13,8 @@ from fedstrata.objectives.feddyn import Dynamic
 class FedDyn(Recipe):
     """FedAvg with a dynamic regulariser in the clients' loss, and a correction of the averaged model.
 
-    The new model is the mean of the clients' models minus h/α. The server's state h is −α/N times the sum of the
-    clients' updates up to the current round, where N is the number of clients.
+    To compute the new model, the server subtracts h/α from the mean of the clients' models. The server's state h is
+    −α/N times the sum of the clients' updates up to the current round, where N is the number of clients.
     """
 
     paper = "Acar et al. 2021, Federated Learning Based on Dynamic Regularization (ICLR)"

@@ -12,9 +12,9 @@ from fedstrata.sampling.entropy import Entropy
 
 
 class FedEntOpt(Recipe):
-    """FedAvg that invites clients whose labels are balanced when taken together.
+    """FedAvg that invites clients whose combined labels are balanced.
 
-    Clients are added one by one, each so that the total label counts have the largest possible entropy (Algorithm 1 of
+    Clients are added one by one, such that the total label counts have the largest possible entropy (Algorithm 1 of
     arXiv:2411.01240).
     """
 

@@ -13,11 +13,11 @@ class FedExP(Recipe):
     """FedAvg whose server takes longer steps if the clients' updates point in different directions.
 
     As in the paper, the average of the last two models is evaluated and saved, because models can oscillate. Training
-    continues from the last model. The aggregator ``fedexp`` defines the step.
+    continues from the latest model. The aggregator ``fedexp`` defines the step.
 
     Args:
-        eps: Constant ε in the denominator of the step length. It limits the step length if the mean update is near
-            zero.
+        eps: Constant ε in the denominator of the step length. This constant limits the step length if the mean update
+            is near zero.
     """
 
     paper = "Jhunjhunwala et al. 2023, FedExP: Speeding Up Federated Averaging via Extrapolation (ICLR)"

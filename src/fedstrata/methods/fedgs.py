@@ -15,7 +15,7 @@ class FedGS(Recipe):
     """FedAvg that invites clients with different labels. Over many rounds, each client is invited equally often.
 
     The clients of a round are far apart in a graph of label similarity, and were invited rarely before. The setting
-    ``alpha`` balances these two aims (arXiv:2211.13975).
+    ``alpha`` is the weight of the distance in the graph (arXiv:2211.13975).
     """
 
     paper = "Wang et al. 2023, FedGS: Federated Graph-based Sampling with Arbitrary Client Availability (AAAI)"

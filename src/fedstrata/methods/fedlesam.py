@@ -12,8 +12,8 @@ from fedstrata.objectives.sharpness import GloballySharpnessAware
 class FedLESAM(Recipe):
     """FedAvg whose clients compute each gradient at a point that is shifted towards an earlier global model.
 
-    A step is w ← w − η ∇F_k(w + ρ d / ‖d‖) in the direction d = w_old − w_t (arXiv:2405.18890). Here, w_old is the
-    global model that the client trained most recently, and w_t is the current global model. Each client stores w_old.
+    A step is w ← w − η ∇F_k(w + ρ d / ‖d‖), where d = w_old − w_t (arXiv:2405.18890). Here, w_t is the current global
+    model, and w_old is the global model from which the client last started to train. Each client stores w_old.
     """
 
     paper = (

@@ -15,9 +15,9 @@ from fedstrata.objectives.personal import HeadThenBody
 class FedRep(Recipe):
     """FedAvg that averages only the body; each client first trains its own head, and then the body.
 
-    With ``evaluation.fine_tune = 0``, each client's model is evaluated with its most recently trained head. With a
-    positive value (as in the paper), the client first trains this head on the new body for that many epochs. The global
-    model keeps the initial head.
+    With ``evaluation.fine_tune = 0``, each client's model is evaluated with its most recently trained head. With
+    ``evaluation.fine_tune = E`` > 0 (as in the paper), the client first trains this head on the new body for E epochs.
+    The global model keeps the initial head.
     """
 
     paper = "Collins et al. 2021, Exploiting Shared Representations for Personalized Federated Learning (ICML)"

@@ -10,7 +10,7 @@ from fedstrata.objectives.calibrated import Restricted
 
 
 class FedRS(Recipe):
-    """FedAvg with restricted softmax: in training, a client multiplies by α the logits of classes that it lacks."""
+    """FedAvg with restricted softmax: in training, logits of classes that the client lacks are multiplied by α."""
 
     paper = "Li and Zhan 2021, FedRS: Federated Learning with Restricted Softmax (KDD)"
 

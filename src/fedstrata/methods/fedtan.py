@@ -1,4 +1,4 @@
-"""FedTAN (Wang et al. 2023): FedAvg whose clients average BatchNorm's statistics layer by layer, once per round."""
+"""FedTAN (Wang et al. 2023): FedAvg with BatchNorm statistics that are averaged over the clients once per round."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FedTAN(Recipe):
     """FedAvg whose clients jointly compute BatchNorm statistics in the first local step of a round.
 
     In this step, every BatchNorm layer normalises with means and variances that are averaged over the round's clients.
-    In the backward pass, the gradients of the mean and of the variance are also averaged. In each pass, clients
-    therefore send the server one message per BatchNorm layer and receive a reply. Later local steps and the global
+    In the backward pass, the gradients of the mean and of the variance are also averaged. Therefore, in each pass,
+    clients send one message per BatchNorm layer to the server, and receive a reply. Later local steps and the global
     model use these statistics unchanged. The clients of a round train at the same time. If a client fails in the first
     step, the round does not change the model.
 

@@ -22,7 +22,7 @@ class HeadTuning(Setting):
 
     Args:
         per_class: Number of samples per class for training the head.
-        steps: Number of gradient steps each time the head is trained.
+        steps: Number of gradient steps per training of the head.
         lr: Learning rate for training the head.
         momentum: Momentum for training the head.
         weight_decay: Factor of the L2 penalty on the head's parameters.
@@ -99,7 +99,7 @@ class HeadTuning(Setting):
 
         Args:
             config: The federation's settings.
-            weights: The model. Training starts with its head.
+            weights: The model, with whose head the training starts.
             features: The inputs of the head, shape (n, …).
             y: The labels, shape (n,).
         """

@@ -11,7 +11,7 @@ from fedstrata.sampling import power_of_choice
 
 
 class PowerOfChoice(Recipe):
-    """FedAvg that draws d candidate clients, and selects the m with the largest losses.
+    """FedAvg that draws d candidate clients, and selects the m candidates with the largest losses.
 
     The trained models have equal weights in the average.
     """

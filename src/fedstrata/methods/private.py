@@ -30,8 +30,8 @@ def noisy_form(recipe: Recipe, config: FederationConfig) -> NoisyForm:
 def private_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
     """Select clients, train them, and add the noisy mean of their clipped updates to the model.
 
-    The server optimiser gets only the noisy mean, so it does not affect ε. If the secure sum fails, only the client
-    sampler's state changes.
+    The server optimiser gets only the noisy mean, so the optimiser does not affect ε. If the secure sum fails, only the
+    client sampler's state changes.
     """
     config, weights, dp = federation.config, state.weights, federation.config.privacy.clients
     assert dp is not None
@@ -54,7 +54,8 @@ def _mean_at_server(
 ) -> tuple[Params, dict[str, Any]]:
     """Train clients. Return the mean of the clients' updates plus the server's noise, and the metrics of the round.
 
-    The server adds noise even if no client replied, because an update without noise would reveal this.
+    The server adds noise even if no client replied, because an update without noise would reveal that no client
+    replied.
     """
     dp = federation.config.privacy.clients
     assert dp is not None
@@ -69,7 +70,7 @@ def _mean_at_server(
 def _mean_of_noisy_updates(
     recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
 ) -> tuple[Params | None, dict[str, Any]]:
-    """Let clients train, clip their updates and add noise.
+    """Let clients train, clip their own updates and add noise to them.
 
     Return the mean (computed by a secure sum; None if too few clients replied) and the metrics. The server does not
     learn the clients' numbers of samples.

@@ -64,7 +64,7 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 class Recipe(Method):
     """A method that combines a client sampler, a data sampler, an objective and an aggregator.
 
-    A spec can replace each of these four components with a name or a table of settings.
+    In a spec, a name or a table of settings can replace each of these four components.
 
     A subclass overrides ``parts``, which returns the components that differ from FedAvg's. If a spec replaces all
     components that a setting affects, the spec must not contain this setting.
@@ -104,7 +104,7 @@ class Recipe(Method):
 
         Returns:
             A mapping from a setting's name in the method to a pair: the component that uses the setting (such as
-            ``objective``), and the setting's name there.
+            ``objective``), and the setting's name in this component.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
@@ -157,7 +157,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings in effect and the replaced components, as a table that creates an equal method."""
+        """Return the settings in effect and the replaced components, as a table for creating an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -192,7 +192,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests together with ``training``; None if a sampler does not declare its requests."""
+        """Return the samplers' requests and ``training``; None if a sampler or the objective declares no requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -202,7 +202,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The set ``{"sizes"}`` if the data sampler keeps clients' numbers of samples private; otherwise empty."""
+        """The set ``{"sizes"}`` if the data sampler hides the clients' numbers of samples; otherwise the empty set."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -216,7 +216,7 @@ class Recipe(Method):
             self._check_private(config)
 
     def _check_private(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for settings that would disclose the numbers of samples that clients keep private."""
+        """Raise ``SpecError`` for settings that would disclose the numbers of samples that clients hide."""
         sampler, _, objective, aggregator = self.choices()
         sampler.check_private(config)
         if aggregator.needs_counts:
@@ -261,7 +261,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules with which secure sums add up replies to training and data-sampler requests."""
+        """Return the rules with which secure sums add up replies to requests of training and of the data sampler."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
@@ -373,9 +373,9 @@ def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     """Return the number of clients that trained, their total number of per-sample gradients, and their mean loss.
 
-    A client's loss is the mean over its steps, and the mean over clients is weighted by their numbers of per-sample
-    gradients. If clients keep these numbers private, the total is 0, and the loss is the unweighted mean over the
-    clients that took a step.
+    A client's loss is the mean over its steps. In the mean over clients, the weights are their numbers of per-sample
+    gradients. If clients hide these numbers, the total is 0, and the loss is the unweighted mean over the clients that
+    took a step.
     """
     seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]

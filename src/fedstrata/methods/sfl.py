@@ -25,7 +25,7 @@ class SFLState:
 
 
 class SFL(Method):
-    """One model visits the clients of a round in random order, and each client trains it.
+    """One model visits the clients of a round in random order, and each client trains the model.
 
     Models are not averaged, so the model drifts towards the data of the clients that it visited most recently. The more
     the clients' data differ, the larger the drift.

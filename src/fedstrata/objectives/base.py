@@ -32,7 +32,8 @@ class Batch:
     """Samples of one client.
 
     Args:
-        x: Inputs, shape (B, …), float32. With several inputs, ``x`` maps the name of each input to such a tensor.
+        x: Inputs, shape (B, …), float32. With several inputs, ``x`` is a mapping from the name of each input to such a
+            tensor.
         y: Targets, shape (B, …). For classification, the targets are class labels of shape (B,), int64.
     """
 
@@ -123,7 +124,7 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The names of the tensor groups in a client's message that the server may sum over rounds.
+    """The names of the tensor groups, in a client's message, that may be added up over rounds on the server.
 
     Codecs with error feedback encode only these groups.
     """
@@ -154,8 +155,8 @@ class Objective(Setting):
     single_samples: ClassVar[bool] = False
     """Whether the loss of a sample depends only on this sample, as sample-level differential privacy requires.
 
-    If True, the loss of a sample depends neither on other samples nor on the client's sample counts, and the message to
-    the server is computed only from parameters.
+    If True, the loss of a sample depends neither on other samples nor on the client's sample counts. In this case, the
+    message to the server is computed only from parameters.
     """
 
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
@@ -170,7 +171,7 @@ class Objective(Setting):
         """Raise ``SpecError`` if the objective is not compatible with the model or the training settings."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if messages disclose a client's number of samples, which some data samplers keep private."""
+        """Return True if messages disclose a client's number of samples, which some data samplers hide."""
         return False
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -209,7 +210,7 @@ class Objective(Setting):
     # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply that the server sums for the objective, in addition to the aggregator's parts."""
+        """Return the parts of a reply that the objective needs as sums, in addition to the aggregator's parts."""
         return {}
 
     def server_update_sums(
@@ -241,13 +242,13 @@ class Objective(Setting):
     def personal_stage(self) -> Stage | None:
         """Return the stage in which each client trains and keeps a personal model; None by default.
 
-        The stage comes after the training of the global model. Training starts with the client's last personal model.
+        The stage comes after the training of the global model, and starts with the client's most recent personal model.
         In this stage, ``Context.received["global"]`` contains the parameters of the global model.
         """
         return None
 
     def sample_gradients(self, training: Training, samples: float, keep: float = 1.0) -> float:
-        """Return a client's number of per-sample gradients per round; see ``Training.sample_gradients``."""
+        """Return how many per-sample gradients a client computes per round; see ``Training.sample_gradients``."""
         stages = filter(None, [self.first_stage(), self.personal_stage()])
         more = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)
@@ -265,7 +266,7 @@ class Objective(Setting):
         return received
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Add to ``context.derived`` values that stay constant during the client's training."""
+        """Add values that stay constant during the client's training to ``context.derived``."""
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:

@@ -1,8 +1,8 @@
 """Compute cross-entropy on calibrated logits, to compensate for label skew.
 
-The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale. FedLC (Zhang et al. 2022)
-and balanced softmax (Ren et al. 2020; Chen and Chao 2022) set the shift. The loss is PyTorch's cross-entropy of the new
-logits, which equals the papers' formulas.
+The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) defines the scale. FedLC (Zhang et al.
+2022) and balanced softmax (Ren et al. 2020; Chen and Chao 2022) define the shift. The loss is PyTorch's cross-entropy
+of the new logits, which equals the papers' formulas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, PerSample
 
 EXCLUDED = -1e9
-"""The shift that excludes a class from the softmax. It is finite, because an infinite shift could make gradients NaN.
+"""The shift that excludes a class from the softmax. The shift is finite, because infinity could make gradients NaN.
 """
 
 
@@ -117,7 +117,7 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """Restricted softmax: logits of classes that the client lacks are multiplied by α.
 
-    Local training then changes the head's parameters less for these classes.
+    Thus, local training changes the head's parameters less for classes that the client lacks.
 
     Args:
         alpha: Factor α by which the logits of classes that the client lacks are multiplied. With 1, training is as in
@@ -136,13 +136,13 @@ class LogitMargins(CountsIdle, Calibrated):
 
     The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
     In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
-    excluded from the softmax, as in balanced softmax. A client with only one class then learns nothing
+    excluded from the softmax, as in balanced softmax. In this case, a client with only one class learns nothing
     (``idle_clients``).
 
     Args:
         tau: Factor τ of all margins. With 0, logits are unchanged.
-        missing: How to treat classes that the client lacks: leave them out of the softmax (``excluded``), or count one
-            sample of each (``one``).
+        missing: How to treat classes that the client lacks: leave them out of the softmax (``excluded``), or treat them
+            as if the client had one sample of each (``one``).
     """
 
     tau: NonNegativeFloat = 1.0

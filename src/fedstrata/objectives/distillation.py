@@ -17,7 +17,7 @@ class Distilled(Objective):
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add the received buffers to the server's message.
 
-        The teacher needs them, because training changes the model's buffers.
+        The teacher needs these buffers, because training changes the model's buffers.
         """
         return {**received, "buffers": weights.buffers}
 

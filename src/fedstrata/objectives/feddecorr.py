@@ -40,9 +40,9 @@ class Decorrelated(Objective):
     """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of d features.
 
     The features are the head's input. The value ‖K‖²_F / d² is 1/d for uncorrelated features, and 1 for perfectly
-    correlated features. The term keeps features from collapsing to a few dimensions. Batches of one sample are trained
-    without the term. Unlike the paper's formula, the authors' code multiplies the term by the batch size and leaves out
-    the diagonal of K. It also divides variances by B − 1 instead of the batch size B.
+    correlated features. The term keeps features from collapsing to a few dimensions. For batches of one sample, the
+    term is left out. Unlike the paper's formula, the authors' code multiplies the term by the batch size and leaves out
+    the diagonal of K. Their code also divides variances by B − 1 instead of the batch size B.
 
     Args:
         beta: Weight β of the decorrelation term.

@@ -67,7 +67,7 @@ class HeadThenBody(BodyOnly):
 
 
 class TowardsGlobal(Objective):
-    """The loss of a personal model v: F_k(v) + (λ/2) ‖v − w_t‖², with the task's loss F_k and the global model w_t.
+    """The loss of a personal model v: F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the task's loss and w_t the global model.
 
     Args:
         strength: Strength λ of the second term.
@@ -86,8 +86,8 @@ class PersonalModel(CrossEntropy):
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t is the global
     model. The personal model is trained in the same round, for as many epochs or steps as the global model. The global
-    model does not depend on personal models. The authors' program alternates steps of the two models on the same
-    batches. In this implementation, a client first trains the global model, and then the personal model.
+    model does not depend on personal models. In the authors' program, steps of the two models alternate, and use the
+    same batches. In this implementation, a client first trains the global model, and then the personal model.
 
     Args:
         strength: Strength λ of the pull towards the global model.

@@ -6,13 +6,13 @@ contains the prototypes. The tensor ``samples``, shape (C,), contains the number
 was computed. A class without a prototype has 0 samples and a row of zeros in ``means``.
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
-  is 0 for a class that no client has ever reported. For other classes, ``samples`` counts the samples of the last round
-  in which a client reported the class.
+  is 0 for a class that no client has ever reported. For other classes, ``samples`` is the number of samples in the most
+  recent round in which a client reported the class.
 
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 
-- With ``keep_prototypes``, a client's state under ``"objective"`` is the table that the client sent most recently.
-  Training never uses this table, but the leakage audit reads the table from a checkpoint.
+- With ``keep_prototypes``, a client's state contains, under ``"objective"``, the table that the client sent most
+  recently. Training never uses this table, but the leakage audit reads the table from a checkpoint.
 
 With μ = 0, prototypes are not computed, and the states of the server and of the clients are None.
 """
@@ -46,7 +46,7 @@ class Rebalanced(CountsIdle):
 
     The loss is ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16), where h̃ are the augmented features and φ is the head. Both losses are
     cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10).
-    For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
+    For augmented features, n_k(c) and n_k are replaced by the numbers of new labels in the batch.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
     become h̃ = P[c_j] + λ (h − P[y]), with the label c_j. The prototype of class c is P[c], which the client computes
@@ -63,8 +63,8 @@ class Rebalanced(CountsIdle):
             own class's prototype.
         relaxed: Whether the loss uses the class prior. If false, the loss is plain cross-entropy.
         keep_prototypes: Whether each client stores its latest prototypes, which ``fedstrata audit prototypes`` needs.
-        prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only the current
-            round counts, as in the paper.
+        prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only prototypes
+            of the current round are used, as in the paper.
     """
 
     later_settings = ("prototype_momentum",)
@@ -94,7 +94,7 @@ class Rebalanced(CountsIdle):
     # The following hooks run on the server.
 
     def check(self, config: FederationConfig) -> None:
-        """If features are augmented, raise ``SpecError`` for an unknown number of features or a head with buffers."""
+        """With augmentation, raise ``SpecError`` if the number of features is unknown or the head has buffers."""
         if not self.mu:
             return
         _ = config.model.feature_size  # raises SpecError if the head has no nn.Linear
@@ -197,7 +197,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Compute prototypes with the trained model (Eq. 21). Return the prototypes as message and as state."""
+        """Compute prototypes with the trained model (Eq. 21). Return them as the message and as the state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)
@@ -205,7 +205,7 @@ class Rebalanced(CountsIdle):
 
 
 def _totals(sent: Weights, reply: FitReply) -> Params:
-    """Return the sum of each class's features, which is n_k(c) times the client's prototype of class c."""
+    """For each class c, return the sum of the features, which is n_k(c) times the client's prototype of the class."""
     table = reply.message["prototypes"]
     return {"means": table["means"] * table["samples"][:, None]}
 
@@ -222,11 +222,11 @@ def no_prototypes(classes: int, size: int) -> Table:
 
 @torch.no_grad()
 def class_means(model: Model, params: Params, batches: Batches, classes: int, least: int = 1) -> Table:
-    """Return a client's prototypes, which are the mean feature vectors of each class (Eq. 21).
+    """Return a client's prototypes, that is, the mean feature vector of each class (Eq. 21).
 
     Args:
         model: The model in evaluation mode, with the buffers that belong to ``params``.
-        params: The parameters that compute features.
+        params: The parameters with which features are computed.
         batches: A function that iterates over the client's samples.
         classes: The number C of classes.
         least: The minimum number of samples per prototype. Classes with fewer samples are left out.
@@ -279,7 +279,7 @@ def updated(before: Table, new: Table, momentum: float = 0.0) -> Table:
 def averaged(before: Table, tables: Iterable[Table], momentum: float = 0.0) -> Table:
     """Return the mean of the clients' prototypes for each class, weighted by sample counts (Eq. 23).
 
-    A class that no client reported keeps its prototype from ``before``.
+    If no client reported a class, the class keeps its prototype from ``before``.
 
     Args:
         before: The federation's prototypes before the round.

@@ -101,7 +101,7 @@ class Scaffold(Objective):
         return correction
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the change of the client's control variate as the message, and the new variate as the state."""
+        """Return the change of the client's control variate (the message), and the new control variate (the state)."""
         c_k: Params = context.derived["c_k"]
         if trained.steps == 0:
             return {"delta_c": {name: torch.zeros_like(tensor) for name, tensor in c_k.items()}}, c_k

@@ -57,13 +57,14 @@ class GloballySharpnessAware(Objective):
     """The task's loss, with gradients at a point that is shifted towards an earlier global model.
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t and w_t is the current global
-    model. The client received w_old in the last round in which the server used the client's reply. The difference d
-    estimates the direction in which the loss of the whole federation grows. A client computes one gradient per step,
-    and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters that the
-    client trains.
+    model. The earlier model w_old is from the most recent round in which the server used the client's reply. The
+    difference d estimates the direction in which the loss of the whole federation grows. A client computes one gradient
+    per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters
+    that the client trains.
 
-    This implementation follows the paper. In the authors' program, the server sends the last change of the global model
-    to all clients. The clients take one number per tensor from this change, and use it for all entries of the tensor.
+    This implementation follows the paper. In the authors' program, the server sends the most recent change of the
+    global model to all clients. The clients take one number per tensor from this change, and use it for all entries of
+    the tensor.
 
     Args:
         rho: Distance ρ between the parameters w and the point at which gradients are computed.
@@ -73,7 +74,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """The description of another objective's message, if a subclass combines this class with that objective."""
+        """The description of an objective's message, if a subclass combines this class with another objective."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:

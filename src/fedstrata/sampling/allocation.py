@@ -23,7 +23,7 @@ Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proporti
 """
 
 FLOOR = 0.5
-"""The constant in the minimum of ``neyman-random``: a stratum gets at least min(1, FLOOR · m / H) draws on average."""
+"""The constant of ``neyman-random``: the mean number of draws from a stratum is at least min(1, FLOOR · m / H)."""
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
@@ -45,10 +45,10 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 
 
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
-    """Divide ``budget`` draws among strata in proportion to ``weights``, and round the numbers of draws to integers.
+    """Divide a number of draws among strata in proportion to ``weights``, and round the results to integers.
 
-    The rounding uses the largest-remainder method: all numbers are rounded down, and the strata with the largest
-    remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
+    The rounding uses the largest-remainder method: all numbers are rounded down, and the draws that are left go to the
+    strata with the largest remainders. No stratum gets more draws than it has clients. With ``least = 1``, every
     non-empty stratum gets at least one draw. If there are fewer draws than strata, the strata with the largest weights
     get one draw each.
 
@@ -83,13 +83,13 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
 
 
 def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
-    """Divide ``budget`` in proportion to ``weights`` into real numbers between ``floors`` and ``sizes``.
+    """Divide ``budget`` in proportion to ``weights``; each result is a real number between its floor and its size.
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
-        sizes: The maximum result for each stratum, shape (H,), which is the stratum's number of clients.
+        sizes: The number of clients in each stratum, which is the largest possible result, shape (H,).
         weights: The non-negative weight of each stratum, shape (H,).
-        floors: The minimum result for each stratum, shape (H,), at most the stratum's number of clients.
+        floors: The smallest possible result for each stratum, at most its number of clients, shape (H,).
 
     Returns:
         The expected number of draws from each stratum, shape (H,).
@@ -165,8 +165,8 @@ def allocated(
 ) -> tuple[Ints, Floats]:
     """Allocate draws to strata, and return each stratum's number of draws and probability of at least one draw.
 
-    Neyman's optimal allocation is in proportion to stratum size times spread (FedSTS, Eq. 5). If all spreads are zero,
-    draws are allocated in proportion to stratum size.
+    In Neyman's optimal allocation, the number of draws is proportional to stratum size times spread (FedSTS, Eq. 5). If
+    all spreads are zero, draws are allocated in proportion to stratum size.
 
     Args:
         rule: The rule; see ``Allocation``.

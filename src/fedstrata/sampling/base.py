@@ -29,13 +29,14 @@ class Selection:
 
     Args:
         clients: The m distinct clients, ascending, shape (m,).
-        draws: The number of times that each client was drawn, shape (m,). Without replacement, the number is always 1.
+        draws: The number of times that each client was drawn, shape (m,); 1 for each client if draws are without
+            replacement.
         probability: The probability that a single draw from the client's stratum picks the client, shape (m,).
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples. Then all draws of a stratum have equal weights in a mean weighted by sample
-            counts. The value is None if the draws did not depend on sample counts.
+            their numbers of samples. In this case, a mean weighted by sample counts gives all draws of a stratum the
+            same weight. The value is None if the draws did not depend on sample counts.
         stratum_chance: For each stratum, the probability that the stratum gets at least one draw, shape (H,). The value
             is None if the number of draws from each stratum is not random.
         metrics: The metrics that the sampler records for the round.
@@ -81,7 +82,7 @@ class Selection:
             draws: The number of times that each client was drawn, shape (N,).
             sizes: The weight of each client, shape (N,). A client's expected number of draws is proportional to its
                 weight. At least one weight must be positive.
-            by_size: Whether ``sizes`` are numbers of samples. Otherwise, they are other weights.
+            by_size: True if ``sizes`` are numbers of samples, false if they are other weights.
         """
         drawn = draws > 0
         return cls(
@@ -275,7 +276,7 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep private how many samples they have, and how many samples they use in training."""
+        """Whether clients hide how many samples they have and how many samples they use in training."""
         return False
 
     @abstractmethod

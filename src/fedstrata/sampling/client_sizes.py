@@ -27,13 +27,13 @@ from fedstrata.federation.secure.ring import Ring, Words, rounding
 from fedstrata.sampling.base import DataSampler, KeepResult
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
-"""The privacy parameter ε of local differential privacy, with a minimum so that some replies are truthful."""
+"""The privacy parameter ε of local differential privacy. Its minimum ensures that some replies are truthful."""
 
 Estimates = Literal["round", "pooled"]
 """The estimate that a round uses: the round's own estimate, or the mean of all estimates up to this round."""
 
 MOST_SAMPLES = 2**31
-"""The maximum number of samples that a client may report. The sum over a million clients still fits into 64 bits."""
+"""The maximum number of samples that a client may report, so that the sum over a million clients fits into 64 bits."""
 
 
 @record("SizeReply")
@@ -85,7 +85,7 @@ class Sizes:
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
-        """Ask every client for its number of samples. Leave out clients without samples or without a reply."""
+        """Ask every client for its number of samples. Leave out clients that have no samples or do not reply."""
         replies = federation.ask(federation.candidates().tolist(), size_report(federation))
         held = {client: reply.samples for client, reply in replies.items() if reply.samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
@@ -162,8 +162,8 @@ def size_report(federation: Federation, epsilon: float | None = None, bound: int
 
     Args:
         federation: The federation, which provides the number of the round.
-        epsilon: The privacy parameter ε; None if clients report their true numbers. The ``bound`` and the ``alpha`` of
-            the request are then 0 and 1.
+        epsilon: The privacy parameter ε; None if clients report their true numbers. With None, ``bound`` of the request
+            is 0, and ``alpha`` is 1.
         bound: The public bound M on a client's number of samples. The bound is used only with ``epsilon``.
     """
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
@@ -175,7 +175,7 @@ def allowed_sizes(
 ) -> Allowed:
     """Return the declaration of the request that ``size_report`` creates.
 
-    Samplers list this declaration in ``allowed``.
+    A sampler that sends the request must return this declaration from ``allowed``.
 
     Args:
         epsilon: The privacy parameter ε; None if clients report their true numbers.
@@ -261,7 +261,7 @@ class SizeForm:
 
 @record("FedSTaSDataState")
 class FedSTaSDataState:
-    """The running mean, over rounds, of the participants' estimated total number of samples.
+    """The estimate of the participants' total number of samples, averaged over past rounds.
 
     Args:
         total: The sum of the estimates of all past rounds.
@@ -274,7 +274,7 @@ class FedSTaSDataState:
 
 @record("FedSTaSAnswersState")
 class FedSTaSAnswersState(FedSTaSDataState):
-    """The running mean of the estimates, and the clients' reported numbers of samples, which later rounds use again.
+    """The mean of the past estimates, and the clients' reported numbers of samples, which later rounds use again.
 
     Args:
         total: The sum of the estimates of all past rounds.
@@ -286,7 +286,7 @@ class FedSTaSAnswersState(FedSTaSDataState):
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with equal probability, so that a round uses the requested number on average.
+    """Each participant uses its samples with a probability that gives the requested number per round on average.
 
     The probability is the requested number of samples, divided by the server's estimate of the participants' total
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
@@ -356,7 +356,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSAnswersState(0.0, 0, AnswersState.empty()) if self.reuse else FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask for unknown numbers of samples. Return the requested number, divided by the estimated total number."""
+        """Ask for unknown numbers of samples. Return the requested total, divided by the estimated total."""
         if self.share is not None:
             return self.share, state, {"keep": self.share, **_expected(federation, self.share, clients)}
         known = state.answered if self.reuse else None
@@ -385,8 +385,8 @@ def _expected(federation: Federation, keep: float, clients: Sequence[int]) -> di
     """In a simulation, return the expected number of samples that clients use; otherwise, an empty mapping.
 
     Only simulations know how many samples each client has. With the expected number, methods can be compared at equal
-    numbers of samples. With an estimate from a single round, the expected number is slightly larger than n*. If clients
-    have more samples than the bound M, the expected number is much larger than n*.
+    numbers of samples. If the estimate is from a single round, the expected number is slightly larger than n*. If
+    clients have more samples than the bound M, the expected number is much larger than n*.
     """
     sizes = federation.config.sizes
     return {} if sizes is None else {"expected_samples": keep * float(sizes[list(clients)].sum())}

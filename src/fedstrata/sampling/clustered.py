@@ -38,8 +38,8 @@ LARGEST = 5000
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``. Masses are integers. The first distribution consists of the first
-    masses that add up to ``each``, the second of the next masses, and so on.
+    A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses, up to the sum ``each``,
+    form the first distribution, the next masses form the second distribution, and so on.
 
     Args:
         places: The client to which each of s masses belongs, as an index into the array of clients, shape (s,).
@@ -153,7 +153,8 @@ def by_size(sizes: Ints, m: int) -> Distributions:
     """Build m distributions of clients of similar size (Algorithm 1).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is the number of samples of
-    all clients. The masses fill the distributions one after another, in descending order of client size.
+    all clients. The distributions are filled one after another with the clients' masses, in descending order of client
+    size.
 
     Args:
         sizes: The positive number of samples of each client, shape (N,).

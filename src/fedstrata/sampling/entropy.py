@@ -25,7 +25,7 @@ class EntropyState:
 
     Args:
         labels: The clients' label counts.
-        recent: The buffer: the most recently invited clients, oldest first, int64.
+        recent: The buffer: the most recently invited clients, in the order of their invitations, int64.
     """
 
     labels: LabelCounts
@@ -93,8 +93,8 @@ def greedy(counts: Ints, m: int) -> Ints:
     """Return the indices of m rows: row 0, and then, one by one, the row that makes the entropy largest.
 
     Args:
-        counts: The label counts of each of n ≥ m clients, shape (n, C). If several rows are equally good, the first row
-            is added.
+        counts: The label counts of each of n ≥ m clients, shape (n, C). If several rows are equally good, the first of
+            these rows is added.
         m: Number of rows to choose.
 
     >>> greedy(np.array([[4, 0, 0], [4, 1, 0], [0, 9, 9], [0, 4, 0]]), 3).tolist()

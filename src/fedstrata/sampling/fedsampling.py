@@ -56,19 +56,19 @@ class Everyone(ClientSampler):
 
 
 class FedSamplingData(DataSampler):
-    """Each participant draws samples at random, so that a round uses ``samples`` samples on average.
+    """Each participant draws samples at random, so that a round uses K samples on average.
 
-    The probability of drawing a sample is ``samples`` divided by the server's estimate of the participants' total
-    number of samples.
+    The probability of drawing a sample is K, divided by the server's estimate of the participants' total number of
+    samples.
 
     Args:
         samples: Mean number K of samples that a round uses.
         epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples.
-            Clients still disclose how many samples they used. Default: clients report exact numbers.
+            Clients nevertheless disclose how many samples they used. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
-        reuse: Whether each client reports its number of samples only once. If false, random errors average out over
-            rounds, but a client spends T ε for T reports.
+        reuse: Whether each client reports its number of samples only once. If false, random errors partly cancel out
+            over rounds, but a client spends T ε for T reports.
     """
 
     needs_replies = ""

@@ -1,4 +1,4 @@
-"""Choose clients with FedSSAR's sampler, which clusters similar clients and draws more clients from large clusters."""
+"""Choose clients with FedSSAR's sampler, which forms clusters of similar clients and draws more from large clusters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FedSSARState:
     """The sampler's state.
 
     Args:
-        sketches: The last sketch (random projection) of every client's parameters.
+        sketches: The most recent sketch (random projection) of every client's parameters.
         seed: The experiment's seed, on which the sketches depend.
     """
 
@@ -41,11 +41,11 @@ class FedSSARState:
 
 
 class FedSSARSampler(ClientSampler):
-    """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
+    """Divides clients into clusters by their model parameters, and draws from each cluster in proportion to its size.
 
     In the first round, every client trains once, so that the server knows the parameters of all clients. If a client
-    does not reply, the server asks this client again in the next round. Afterwards, the stored parameters of a client
-    change only in rounds in which the client takes part (FedSSAR, Algorithm 1).
+    does not reply, the server asks this client again in the next round. After its first reply, the stored parameters of
+    a client change only in rounds in which it takes part (FedSSAR, Algorithm 1).
 
     Args:
         min_samples: Minimum number of clients in a core point's neighbourhood, including the point (``min_samples`` of
@@ -55,7 +55,8 @@ class FedSSARSampler(ClientSampler):
             ``updates``.
         coordinates: Number of values that the server stores per client, after a random projection. With 0, all values
             are stored.
-        optics_max: Maximum number of clients that OPTICS clusters. Each additional client joins the nearest cluster.
+        optics_max: Maximum number of clients to which OPTICS is applied. Each additional client joins the nearest
+            cluster.
     """
 
     needs_replies = "groups clients by their models"
@@ -81,7 +82,7 @@ class FedSSARSampler(ClientSampler):
         return FedSSARState(no_sketches(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Request the missing sketches, cluster all clients with a sketch, and draw from the clusters."""
+        """Request the missing sketches, cluster all clients that have a sketch, and draw from the clusters."""
         config, candidates = federation.config, federation.candidates()
         state = self._introduce(federation, state, weights, candidates)
         known = state.sketches.known
@@ -121,7 +122,7 @@ class FedSSARSampler(ClientSampler):
         return replace(state, sketches=update_sketches(state.sketches, replies, self.coordinates, state.seed, updates))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Cluster all clients with a sketch, as ``select`` does, and return the clusters."""
+        """Cluster all clients that have a sketch, as ``select`` does, and return the clusters."""
         known, points = state.sketches.known, state.sketches.points
         if len(known) == 0:
             return None
@@ -131,7 +132,7 @@ class FedSSARSampler(ClientSampler):
     def _introduce(
         self, federation: Federation, state: FedSSARState, weights: Weights, candidates: Ints
     ) -> FedSSARState:
-        """Ask the clients without a sketch to train once, and store their sketches."""
+        """Ask clients that have no sketch to train once, and store the sketches from their replies."""
         sent = sketch(weights.params, self.coordinates, state.seed)
         sketches = replace(state.sketches, sent=sent)
         unknown = np.setdiff1d(candidates, sketches.known)
@@ -147,9 +148,9 @@ class FedSSARSampler(ClientSampler):
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
     """Return the number of clients to draw from each cluster: in proportion to its size, but at most ``available``.
 
-    The draws are allocated by the largest-remainder method (see ``allocate``), with at least one draw for each cluster
-    with available clients. If there are fewer draws than clusters with available clients, clusters are drawn at
-    random, so that every available client has the same probability.
+    The draws are allocated by the largest-remainder method (see ``allocate``). Each cluster that has available clients
+    gets at least one draw. If there are fewer draws than clusters with available clients, clusters are drawn at random,
+    so that every available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.
@@ -168,14 +169,15 @@ def cluster(
 ) -> tuple[Ints, int]:
     """Cluster points with OPTICS (Ankerst et al. 1999), and assign every point to a cluster.
 
-    OPTICS' noise points join the cluster with the nearest mean. If OPTICS finds no cluster, all points are one cluster.
+    Points that OPTICS labels as noise join the cluster with the nearest mean. If OPTICS finds no cluster, all points
+    are one cluster.
 
     Args:
         points: The points, shape (N, d).
         min_samples: See ``FedSSARSampler``.
         xi: See ``FedSSARSampler``.
-        limit: The maximum number of points for OPTICS. If there are more points, OPTICS clusters a random subset, and
-            the other points join the cluster with the nearest mean.
+        limit: The maximum number of points for OPTICS. If there are more points, OPTICS is applied to a random subset,
+            and all other points join the cluster with the nearest mean.
         generator: The random generator for the subset.
 
     Returns:

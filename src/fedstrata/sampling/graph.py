@@ -33,7 +33,7 @@ class GraphState:
 
     Args:
         labels: The clients' label counts.
-        times: The number v_k of times that each client k in ``labels.known`` was chosen, int64.
+        times: For each client k in ``labels.known``, the number v_k of times that it was chosen, int64.
     """
 
     labels: LabelCounts
@@ -47,8 +47,8 @@ class Graph(ClientSampler):
 
     - The value d(S) is the mean distance between two clients of S, in the graph of ``distances``.
 
-    - The number v_k counts how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients.
-      The variance Var(v + s) over all N clients has the divisor N − 1.
+    - Client k was chosen v_k times before, and s_k is 1 for clients of S and 0 for other clients. The divisor of the
+      variance Var(v + s) over all N clients is N − 1.
 
     The paper's algorithm finds the best set. This implementation adds clients one by one, and then swaps chosen clients
     with other clients until no swap improves the set. Ties are broken at random.
@@ -129,7 +129,7 @@ class Graph(ClientSampler):
 
 
 def counted(times: Ints, places: Ints) -> Ints:
-    """Return a copy of ``times`` in which some counts are increased by 1."""
+    """Return a copy of ``times`` in which the counts at the indices ``places`` are increased by 1."""
     result = times.copy()
     result[places] += 1
     return result
@@ -143,8 +143,8 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     distance of two clients is the length of the shortest path between them. If two clients are not connected, their
     distance is the larger of two numbers: the largest distance of two connected clients, and the length of an edge with
     similarity ε. All distances are then divided by the largest distance. For unconnected clients, the authors' code
-    always uses the largest distance of two connected clients. It also divides similarities by the largest similarity
-    without subtracting the smallest.
+    always uses the largest distance of two connected clients. Their code also divides similarities by the largest
+    similarity, but does not subtract the smallest similarity.
 
     Args:
         counts: The label counts of each client, shape (N, C).
@@ -181,7 +181,7 @@ def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
     """Choose m clients that maximise their mean distance minus the sum of their costs, and return their indices.
 
     This function adds the best clients one by one, and then swaps chosen clients with other clients until no swap
-    improves the set. If several clients are equally good, it uses the first.
+    improves the set. If several clients are equally good, the first of them is used.
 
     Args:
         apart: The distance between each pair of n clients, shape (n, n).

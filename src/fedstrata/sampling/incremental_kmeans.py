@@ -1,9 +1,9 @@
 """Compute k-means incrementally: continue Lloyd's iteration from round to round when a few rows of a matrix change.
 
 A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
-strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances show which
-rows may have a nearer centre. Only these rows are compared with the centres (Hamerly 2010, Making k-means even faster).
-The result is the same as if every row were compared with every centre.
+strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances show for which
+rows another centre may now be the nearest. Only these rows are compared with the centres (Hamerly 2010, Making k-means
+even faster). The result is the same as if every row were compared with every centre.
 
 If 100 of 10,000 clients change per round, incremental k-means is four times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
@@ -96,7 +96,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, points: Floats32, norms: Floats) -> Clusters:
-        """Take at most ``STEPS`` steps until each row belongs to its nearest centre. See ``of`` for the arguments."""
+        """Take steps until each row belongs to its nearest centre, at most ``STEPS``. See ``of`` for the arguments."""
         scale = _scale(norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
@@ -147,7 +147,7 @@ class Clusters:
 
 
 def _scale(norms: Floats) -> float:
-    """Return a number by which all rows are divided, so that their squares stay within the range of float32."""
+    """Return a number by which all rows are divided, so that the squares of their values fit into float32."""
     return float(norms.max()) or 1.0
 
 

@@ -65,7 +65,7 @@ class PowerOfChoice(ClientSampler):
     candidates: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for fewer candidates than clients per round, or more candidates than clients."""
+        """Raise ``SpecError`` if there are fewer candidates than clients per round, or more candidates than clients."""
         super().check(config)
         m, key = config.training.invited(config.clients), "method.client_sampler.candidates"
         if self.candidates is not None and self.candidates > config.clients:

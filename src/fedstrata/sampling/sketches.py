@@ -38,7 +38,7 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
 
     The projection is a count sketch (Charikar et al. 2002). Each coordinate gets a random sign, and is added to a
     bucket. Inner products stay the same in expectation, and the cost for d coordinates is O(d). Coordinate i is added
-    to bucket i mod p, where p is the largest prime up to K. Because p does not divide the width of a layer, the weights
+    to bucket i mod p, where p is the largest prime up to K. The width of a layer is not a multiple of p, so the weights
     of each input or output are spread evenly over the buckets. Buckets p … K − 1 stay 0.
 
     Args:
@@ -82,8 +82,9 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
         centres: The maximum number d' of clusters, at most 255.
 
     Returns:
-        Two arrays. The first array contains the means, ascending, shape (d',). If the vector has fewer different
-        values, the array is shorter. The second array contains the index of the mean for every coordinate, shape (d,).
+        Two arrays. The first array contains the means, ascending, shape (d',). If the vector has fewer than d'
+        different values, the array is shorter. The second array contains the index of the mean for every coordinate,
+        shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
@@ -113,7 +114,7 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the quantized gradient, in which each code is replaced by its centre, shape (length,).
+    """Return the quantized gradient, in which each code is replaced by the centre with this index, shape (length,).
 
     The argument ``packed`` contains the codes (indices of centres) in the form that ``pack`` returns.
 
@@ -218,8 +219,8 @@ class SketchReply(Reply):
 class Sketch(ModelRequest):
     """A request to train once from the global model, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples. It does not use the method's objective, because the
-    objective's state must change only in rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because its state
+    must change only in rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.

@@ -91,7 +91,7 @@ class StratifiedState:
 
 
 class Stratified(ClientSampler):
-    """Groups clients with similar gradients into strata, and draws more clients from large and diverse strata.
+    """Divides clients into strata with similar gradients, and draws more clients from large and diverse strata.
 
     Args:
         strata: Number of strata.
@@ -109,12 +109,13 @@ class Stratified(ClientSampler):
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
-            paper. ``systematic``: at equal distances along a list, so that probabilities are known (Madow 1949).
+            paper. ``systematic``: at equal distances along a list, so that each client's probability is known (Madow
+            1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least one draw. ``proportional``: in proportion to the
-            stratum's size, but at least one draw. Default: ``neyman-random`` with replacement or systematic draws.
-            Otherwise ``neyman`` with ``refresh = "all"``, and ``neyman-at-least-one`` with ``refresh =
+            stratum's size, but at least one draw. Default: ``neyman-random`` if draws are systematic or with
+            replacement. Otherwise ``neyman`` with ``refresh = "all"``, and ``neyman-at-least-one`` with ``refresh =
             "participants"``.
     """
 
@@ -287,7 +288,7 @@ class Stratified(ClientSampler):
             federation: The federation.
             state: The sampler's state.
             norms: The norm of each gradient in ``state.points``.
-            available: The indices in ``state.known`` of the available clients, ascending, shape (n,).
+            available: The indices of the available clients in ``state.known``, ascending, shape (n,).
             count: The maximum number of strata.
 
         Returns:
@@ -434,8 +435,8 @@ def draw(
         norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: The random generator.
-        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, the result's
-            ``probability`` is the client's inclusion probability, divided by the number of draws from the stratum.
+        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, ``probability`` of
+            the result is the client's inclusion probability, divided by the number of draws from the stratum.
     """
     probability, times = np.zeros(len(clients)), np.zeros(len(clients), dtype=np.int64)
     for h in range(len(sizes)):

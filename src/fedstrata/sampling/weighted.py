@@ -17,7 +17,7 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 class Weighted(ClientSampler):
     """Draws clients in proportion to their numbers of samples. Each client reports its number of samples once.
 
-    With the aggregators ``size`` and ``stratum``, all draws have the same weight. The aggregate is then an unbiased
+    With the aggregator ``size`` or ``stratum``, all draws have the same weight. The aggregate is then an unbiased
     estimate of the size-weighted mean over all clients.
 
     Args:
@@ -80,10 +80,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return whether each client is certainly drawn if m clients are drawn in proportion to size, shape (N,).
+    """Return which clients are certainly drawn if m clients are drawn in proportion to size, as booleans, shape (N,).
 
-    A client is always drawn if its size times m is at least the sum of all sizes. With the remaining clients and draws,
-    this test is repeated until no further client passes.
+    A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated with the
+    remaining clients and draws until no further client passes.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

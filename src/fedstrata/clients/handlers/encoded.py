@@ -1,7 +1,7 @@
-"""Answer requests in which codecs compress the model, the update in the reply, or both.
+"""Answer requests for which codecs compress the model, the update in the reply, or both.
 
-The client computes the server's model from the last model it received and the changes since then. The client then
-answers the inner request, encodes the update in its reply, and stores the encoding error.
+The client computes the server's model from the most recent model that it received and from the later changes. The
+client then answers the inner request, encodes the update in its reply, and stores the encoding error.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Residual:
 
 @record("Pending")
 class Pending:
-    """A reply that the client stores after PowerSGD's first request, and sends after PowerSGD's second request.
+    """A reply that the client stores after the first request of PowerSGD, and sends after the second request.
 
     Args:
         exchange: The id of both requests.
@@ -145,7 +145,7 @@ class SecondTerm:
 
         Args:
             client: The client.
-            sent: The client's term as the server receives it. In a secure sum, this term is rounded.
+            sent: The client's term in the form in which the server receives it. In a secure sum, this term is rounded.
         """
         codec, pending = client.context.communication.up, self.pending
         assert isinstance(codec, PowerSGD)
@@ -170,7 +170,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return an update plus the stored encoding error times a factor that depends on the error's age."""
+    """Add the stored encoding error, times a factor that depends on its age, to an update, and return the sum."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -186,8 +186,8 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     """Return the parameters of the delivered model, and store them in the client's state.
 
     Raises:
-        FedstrataError: The client does not have the version to which the changes apply, the changed model has the wrong
-            digest, or a whole model differs from an earlier model with the same digest.
+        FedstrataError: The client lacks the version to which the changes apply, the changed model has a wrong digest,
+            or a model that was sent as a whole differs from an earlier model with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None

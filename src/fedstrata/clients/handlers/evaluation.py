@@ -66,7 +66,7 @@ def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
 
 
 def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float] | None:
-    """Return the values of all metrics that are defined; None if the client's site withholds these values."""
+    """Return the values of all metrics that are defined; None if the client's site does not disclose these values."""
     if not client.context.tells_values:
         return None
     measured = values_of(client.context.evaluation.metrics, predictions) if len(predictions) else {}

@@ -37,7 +37,7 @@ from fedstrata.objectives.base import Context
 
 @record("FitTogether")
 class FitTogether(TrainingRequest):
-    """A request to train as in ``Fit``, except that all clients of the round take the first step together.
+    """A request to train as after ``Fit``, except that all clients of the round take the first step together.
 
     The reply is a ``FitReply``.
 

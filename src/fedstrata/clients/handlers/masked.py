@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def answer(client: Client, request: Masked) -> MaskedReply:
     """Answer the request inside a secure-sum request with a vector of integers modulo 2³².
 
-    With masks, the client's new state takes effect only when the server reports that the sum was unmasked.
+    With masks, the client's new state takes effect only when the server reports that it has unmasked the sum.
     """
     from fedstrata.federation.secure.member import question_of
     from fedstrata.federation.secure.protocol import Begin
@@ -91,7 +91,7 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return how secure sums add up the replies: a mapping from each Python class of requests to a form."""
+    """Return how secure sums add up the replies: a mapping from each Python class of requests to a ``Form``."""
     return with_codec(context.forms(context.config), context.communication.up)
 
 

@@ -19,7 +19,7 @@ from fedstrata.sampling.sketches import Compress, CompressReply, Sketch, SketchR
 
 @handles(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
-    """Return the client's number of samples. With ``request.bound`` > 0, add noise for local differential privacy."""
+    """Return the client's number of samples. If ``request.bound`` > 0, the reply has local differential privacy."""
     if request.bound == 0:
         client.authorize_release(len(client))
         return SizeReply(len(client))
@@ -54,7 +54,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
 class _TrainsLike(CrossEntropy):
     """The task's loss, restricted to the parameters that another objective trains and that clients send.
 
-    Sketches of models that were trained with this loss or with the other objective are therefore comparable.
+    Therefore, sketches of models that were trained with this loss and with the other objective are comparable.
     """
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)

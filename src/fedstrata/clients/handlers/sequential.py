@@ -1,4 +1,4 @@
-"""Answer requests in sequential federated learning, in which clients train one model in turn."""
+"""Answer requests in sequential federated learning, in which clients train one model one after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstrata.federation.messages import Reply, Request, RequestRule, Weights
 
 @record("VisitReply")
 class VisitReply(Reply):
-    """The result of local training, without the model: counts and the mean loss.
+    """The result of local training, without the model: numbers of samples and the mean loss.
 
     Args:
         samples: Number n_k of samples of the client.
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the travelling model on all of a client's samples, as in ``Fit``.
+    """A request to train the travelling model on all samples of a client, as after ``Fit``.
 
     Args:
         round: The round, counted from 1.

@@ -27,7 +27,7 @@ def augmented(
         x: The inputs of the batch, which may change in place.
         client: The client.
         round: The round, counted from 1.
-        step: The index of the client's step in this round, counted from 0.
+        step: The client's step in this round, counted from 0.
         seed: The seed of the random numbers. Default: the spec's seed.
     """
     augment = context.config.augment
@@ -42,7 +42,7 @@ def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> I
     """Yield the augmented batches of a client's steps, with new random numbers in each step.
 
     With ``training.accumulate``, all mini-batches of a step are augmented together, so the result does not depend on
-    their number.
+    the number of mini-batches.
 
     Args:
         client: The client.

@@ -60,7 +60,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the device that ``training.device`` selects, with the model and the data that are stored on it.
+    """Return the device of the setting ``training.device``, with the model and the data that are stored on it.
 
     Raises:
         SpecError: This machine does not have the device.

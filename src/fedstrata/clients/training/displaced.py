@@ -30,7 +30,8 @@ class DisplacedGradient:
         params: The trained parameters w. Their values change in place during the computation of a gradient, and are
             then restored exactly.
         context: The context that the objective gets as an argument.
-        model: The model into which w is loaded; None if no model (and so no buffers) is needed for the gradient.
+        model: The model into which w is loaded; None if the gradient is computed without a model (and so without
+            buffers).
     """
 
     of_batch: BatchGradient

@@ -33,7 +33,7 @@ OBJECTIVE = "objective"
 """The key under which a client's state stores the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""Maximum size, in bytes of floats, of a client's inputs that are converted to floats once per round. Larger inputs are
+"""A client's inputs up to this size (in bytes, as floats) are converted to floats once per round. Larger inputs are
 converted batch by batch.
 """
 
@@ -144,7 +144,7 @@ class Outcome:
     Args:
         weights: The model after the last step.
         steps: Number K of steps.
-        seen: Number of per-sample gradients: the number of samples in all batches, including repetitions.
+        seen: Number of per-sample gradients: the total number of samples in all batches, including repetitions.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
         kept: The objective's new state, which the client keeps.
@@ -167,11 +167,12 @@ class TrainingSetup:
         chain: The model as a chain of layers with handwritten gradients; None to compute gradients with autograd.
         trained: Names of the parameters that the objective trains.
         pairs: Whether a step needs at least two samples, for example because of BatchNorm.
-        prepares: Whether the objective overrides ``client_prepare`` or ``client_init``, which run before training.
+        prepares: Whether the objective overrides ``client_prepare`` or ``client_init``, which are called before
+            training.
         corrects: Whether the objective overrides ``correction``, which is added to each gradient.
         displaces: Whether the objective overrides ``displacement``, which moves the point at which each gradient is
             computed.
-        finishes: Whether the objective overrides ``client_final``, which runs after the last step.
+        finishes: Whether the objective overrides ``client_final``, which is called after the last step.
     """
 
     objective: Objective
@@ -275,11 +276,10 @@ def _take_steps(
 ) -> tuple[list[Tensor], int, Tree]:
     """Take the steps of a round; the parameters change in place.
 
-    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. The parameters are w, the velocity is
-    v, and the gradient of the objective's loss is g. The objective's correction is r, the learning rate is η, the
-    momentum is μ, and the weight decay is λ. Other optimisers (``training.optimizer``) take their own steps with the
-    gradient clip(g + r). If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms
-    are computed at w.
+    A step of SGD is d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. The parameters are w, the velocity is v, and the
+    gradient of the objective's loss is g. The objective's correction is r, the learning rate is η, the momentum is μ,
+    and the weight decay is λ. Other optimisers (``training.optimizer``) compute their steps from the gradient clip(g +
+    r). If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms are computed at w.
 
     The batches are augmented (``data.augment``). With ``privacy.dp``, the client takes steps of DP-SGD; see
     ``NoisyGradient``.
@@ -367,7 +367,7 @@ def _descend(
 def accumulated(
     loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool, task: Task
 ) -> tuple[Tensor, Tensors]:
-    """Return the mean loss over a batch and its gradient, both computed mini-batch by mini-batch.
+    """Return the mean loss over a batch and the gradient of this loss, both computed mini-batch by mini-batch.
 
     Args:
         loss_and_gradient: A function that returns the mean loss over a mini-batch, and the gradient of this loss.

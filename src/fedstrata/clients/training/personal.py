@@ -18,11 +18,11 @@ LAYERS = "layers"
 """The key under which a client's state stores the layers that stay at the client (``Objective.stays``)."""
 
 PERSONAL = "personal"
-"""The key under which a client's state stores its personal model, as parameters and buffers by name."""
+"""The key under which a client's state stores the client's personal model: a mapping from names to tensors."""
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return the model with the client's own values for the layers that stay at the client.
+    """Return the model ``weights``, in which layers that stay at the client have the client's own values.
 
     If the client stores no layers, return the model unchanged.
     """
@@ -32,7 +32,7 @@ def with_kept_layers(client: Client, weights: Weights) -> Weights:
 
 
 def train_in_stages(client: Client, weights: Weights, data: LocalData, request: Fit) -> Outcome:
-    """Train all stages of a round as ``train`` does, and store the layers that stay at the client.
+    """Train all stages of a round with ``train``, and store the layers that stay at the client.
 
     Args:
         client: The client.
@@ -52,7 +52,7 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
-    """Store the layers that stay at the client, and return the trained model with the server's values of these layers.
+    """Store the layers that stay at the client. Return the trained model with the server's values of these layers.
 
     Args:
         client: The client.
@@ -91,8 +91,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
 def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
     """Train and store the client's personal model, if the objective has a ``personal_stage``.
 
-    The stage's objective receives the parameters of the global model as the message ``global``. Training of a client's
-    first personal model starts at the global model.
+    The objective of the stage receives the parameters of the global model in its message, with the key ``global``.
+    Training of a client's first personal model starts at the global model.
 
     Args:
         client: The client.
@@ -128,7 +128,7 @@ def apart(client: Client, purpose: str, epochs: int | None) -> Client:
 
     Args:
         client: The client.
-        purpose: A name for this training. Different names give different random numbers.
+        purpose: A name for the additional training. Different names give different random numbers.
         epochs: Number of epochs. Default: the number of epochs or steps in ``training``.
     """
     return Client(client.number, client.context.cached(_apart(purpose, epochs)), client.state, model=client.model)

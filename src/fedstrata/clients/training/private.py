@@ -32,8 +32,8 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
     Args:
         client: The client, whose random numbers choose the samples. In a deployment, the seed of these numbers is
             secret.
-        training: The settings of local training. They determine the number of steps, and the probability that a step
-            uses a sample.
+        training: The settings of local training. These settings determine the number of steps, and the probability that
+            a step uses a sample.
         round: The round, counted from 1.
         samples: The client's number of samples.
     """
@@ -44,7 +44,7 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
 
 
 Noise = Callable[[torch.Size], Tensor]
-"""A function that draws a tensor of the given shape with standard normal numbers, on the CPU."""
+"""A function that returns a tensor of the given shape with random standard normal numbers, on the CPU."""
 
 
 def noise_of(client: Client, round: int) -> Noise:
@@ -171,8 +171,8 @@ def descend_privately(
 ) -> tuple[list[Tensor], int, Tree]:
     """Take one step of DP-SGD on each batch.
 
-    The parameters change in place. The objective's correction and the optimiser's own terms, such as weight decay, are
-    added after the noise.
+    The parameters change in place. The noise is added before the objective's correction and before terms of the
+    optimiser, such as weight decay.
 
     Args:
         gradient: The noisy gradient.

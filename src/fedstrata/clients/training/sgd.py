@@ -1,8 +1,8 @@
 """Take SGD steps with handwritten gradients, for simple networks.
 
 ``ManualSGD`` computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy
-at the end. The results equal autograd's, except for the order in which sums are computed. FedAvg on an MLP trains 1.6
-times as fast as with autograd (``benchmarks/fast_paths.py``).
+at the end. The results are the same as with autograd, except that sums may be computed in a different order. With
+FedAvg on an MLP, training is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class ManualSGD:
         """Return the mean loss and, for each layer, two factors whose product is the gradient for the layer's weight.
 
         Returns:
-            The loss, and a pair for each layer: the output's gradient δ, shape (B, out), and the layer's input, shape
-            (B, in).
+            The loss, and a pair for each layer: the gradient δ of the layer's output, shape (B, out), and the layer's
+            input, shape (B, in).
         """
         x, y = batch.x, batch.y
         assert isinstance(x, Tensor)  # only models of one input tensor have a chain
@@ -118,9 +118,9 @@ class ManualSGD:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that a module calls one after another, each with the prefix of its parameter names.
+    """Yield the layers of a module in the order of their calls, each with the prefix of its parameter names.
 
-    A module other than ``nn.Sequential`` and ``Classifier`` counts as one layer.
+    A module that is neither ``nn.Sequential`` nor ``Classifier`` is a single layer.
     """
     if type(module) in (nn.Sequential, Classifier):  # both call their children in the order of _modules
         # A layer may occur twice, but named_children() would yield it only once.

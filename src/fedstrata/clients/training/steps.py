@@ -22,8 +22,8 @@ OPTIMIZER = "optimizer"
 class SGD:
     """SGD with momentum: d = clip(g) + λ w; v ← μ v + d; w ← w − η v.
 
-    The gradient g includes the correction of the objective. An object stores the velocity v, so all its steps must
-    update the same parameters w.
+    The gradient g includes the correction of the objective. An ``SGD`` object stores the velocity v, so all steps of an
+    object must update the same parameters w.
 
     Args:
         training: The settings, which contain the momentum μ, the weight decay λ, and the maximum norm of g (``clip``).
@@ -123,7 +123,7 @@ def steps_of(training: Training, lr: float, params: Tensors, kept: Tree = None) 
 def _like(parameter: Tensor, value: Any) -> Any:
     """Copy a value of an optimiser's state to the parameter's device and memory format.
 
-    The memory format affects rounding, and is lost when a state is stored or sent.
+    The memory format affects rounding. When a state is stored or sent, its memory format is lost.
     """
     if isinstance(value, Mapping):
         return {key: _like(parameter, item) for key, item in value.items()}

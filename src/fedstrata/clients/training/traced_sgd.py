@@ -95,7 +95,7 @@ class TracedSGD:
 
 
 def _plain_strides(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor, where the view has the strides of a new tensor of the same shape.
+    """Return a view of a contiguous tensor with the strides that a new tensor of the same shape has.
 
     A tensor that is not contiguous is returned unchanged. The strides matter for images with one channel, which are
     contiguous in two memory formats at once. Convolutions choose the format by the strides, and take five times as long
@@ -117,7 +117,7 @@ def _without_onednn() -> Iterator[None]:
 def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
     """Return the traced graph of a forward and backward pass.
 
-    Its inputs are the parameters, x and y. Its outputs are the gradient of each parameter, followed by the loss.
+    The inputs of the graph are the parameters, x and y. The outputs are the gradient of each parameter, and the loss.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -150,7 +150,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose values an operation of the graph changes in place."""
+    """Return the nodes whose values are changed in place by an operation of the graph."""
     changed = set()
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -187,7 +187,7 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
-    """Turn views of parameters, such as transposes, into inputs of the graph, so that steps need not create them.
+    """Turn views of parameters, such as transposes, into inputs of the graph, so that steps do not create these views.
 
     A view shares its parameter's memory, so it stays valid when the parameter changes in place.
 
@@ -213,7 +213,7 @@ def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
 
 
 def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
-    """Append updates of all parameters to the graph, and make the loss its only output."""
+    """Append the updates of all parameters to the graph, and make the loss the only output of the graph."""
     output = next(node for node in graph.nodes if node.op == "output")
     (results,) = output.args
     *gradients, loss = results
