@@ -54,8 +54,8 @@ class Column(Setting):
             ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
         step: Unit to which numbers are rounded before ``median`` or ``most-frequent`` is computed. In deployments,
-            these two rules require ``step``.
-        value: Value that replaces missing values, with ``impute = "constant"``.
+            ``median`` and ``most-frequent`` require ``step``.
+        value: Value that replaces missing values if ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """
 
@@ -124,7 +124,7 @@ class Column(Setting):
 
     @property
     def counted(self) -> bool:
-        """Whether the column's statistics count how often each value occurs."""
+        """Whether the column's statistics contain the frequency of each value."""
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
@@ -134,7 +134,7 @@ class Column(Setting):
 
     @property
     def marks_missing(self) -> bool:
-        """Whether the column has an additional feature that is 1 if its value is missing."""
+        """Whether the column has an additional feature that is 1 if the column's value is missing."""
         return self.indicator or self.impute == "separate-category"
 
     @property
@@ -320,7 +320,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Check that the schema suits a deployment, and return it.
+        """Check that the schema suits a deployment, and return the schema.
 
         Sites read only the columns in the spec, and do not guess types.
 
@@ -499,8 +499,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The table to read.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
-        first: The index of the table's first client among all clients of the federation. With this index, a site that
-            has only some of the clients holds out the same rows as a simulation of all clients.
+        first: The index of the table's first client among all clients of the federation. A site that has only some of
+            the clients needs this index, to hold out the same rows as a simulation of all clients.
         task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:
@@ -556,11 +556,11 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     Args:
         table: The table to read.
         schema: The schema of the table.
-        strict: Whether to raise an error for a cell that is not a finite number in its range. If false, the range is
-            not checked, and the function returns None if a cell is not a finite number.
+        strict: Whether to raise an error for a cell that is not a finite number in the column's range. If false, the
+            range is not checked, and the function returns None if a cell is not a finite number.
 
     Raises:
-        DataError: A cell is missing, or ``strict`` is set and a cell is not a number in its range.
+        DataError: A cell is missing or, if ``strict`` is set, is not a finite number in the column's range.
     """
     column, target, numbers = schema.label, schema.target, np.zeros(len(table))
     for row, cell in enumerate(_known(table, column, schema)):
@@ -628,7 +628,7 @@ def _without_rule(table: Table, schema: Schema) -> list[str]:
 
 
 def _rules(name: str, column: Column) -> str:
-    """For missing values, return rules that fit the type of a column, as lines of a spec."""
+    """Return spec lines that set a suitable rule for the missing values of a column."""
     key = _key(name)
     first = f"{key} = {{ impute = '{'most-frequent' if column.type in ('category', 'boolean') else 'median'}' }}"
     if column.type != "category":

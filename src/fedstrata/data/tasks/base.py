@@ -141,7 +141,7 @@ class Task(Setting):
         return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:
-        """Return a sort key per sample, shape (N,). Held-out samples are chosen evenly along this order."""
+        """Return a sort key per sample, shape (N,). Held-out samples are chosen at regular intervals in this order."""
         return np.zeros(len(targets), dtype=np.int64)
 
     @property
@@ -185,7 +185,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata if the task has none."""
+    """Return the error for a setting that needs strata, if the task does not define strata."""
     problem = f"needs classes, but the task {task.name!r} has no classes. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 
