@@ -183,7 +183,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """A cache of the last stepper (an object that takes SGD steps) and of the model that this stepper trains."""
+    """A cache of the most recent stepper (an object that takes SGD steps) and of the model that this stepper trains."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None

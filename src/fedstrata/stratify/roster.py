@@ -112,7 +112,7 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels whose samples the client may all use again, as indices into ``holders.placeholders``.
+            refill: The labels of which the client may use all samples again, as indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

@@ -1,7 +1,7 @@
-"""Draw the order of the labels in an epoch (the schedule), and list, for each label, the clients with samples.
+"""Draw the order of the labels in an epoch (the schedule), and find the clients with samples of each label.
 
 The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
-label.
+position's label.
 
 A *placeholder* is a number that stands for a label, so that the server does not need to know the label.
 """
@@ -42,7 +42,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """Find, from the clients' reports, the holders of each label."""
+        """Find the holders of each label in the clients' reports."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)
@@ -95,8 +95,8 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 def label_weights(totals: Ints, frequency: Ints) -> Floats:
     """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of each label l that compensates for its frequency f_l.
 
-    The schedule draws label l with the probability f_l / Σ f. The fraction of the samples with this label is n_l / Σ n.
-    With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
+    The schedule draws label l with the probability f_l / Σ f. The label's fraction of all samples is n_l / Σ n. With
+    the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
     These weights are not part of the paper.
 
     Args:

@@ -97,7 +97,7 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Divide a schedule into tasks: consecutive positions that one client trains in one chunk (Algorithm 3, line 8).
+    """Divide a schedule into tasks: consecutive positions of one chunk with the same client (Algorithm 3, line 8).
 
     Args:
         owner: For each position of the schedule, the id of its client, shape (L,); −1 for positions without a client.
@@ -231,7 +231,7 @@ def select_batches(
 
 
 def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, generator: np.random.Generator) -> Ints:
-    """Draw, for each group (the positions of one label in one batch), up to ``most`` clients without replacement.
+    """For each group (the positions of one label in one batch), draw up to ``most`` clients without replacement.
 
     Args:
         groups: True for the groups for which clients are drawn, shape (G,).
@@ -244,7 +244,7 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
 
     Returns:
         The indices of the clients in the order in which they were drawn, shape (G, min(``most``, ``clients``)); zeros
-        for groups without a draw.
+        for groups for which no client is drawn.
     """
     most = min(most, clients)
     orders = np.zeros((len(groups), most), dtype=np.int64)
