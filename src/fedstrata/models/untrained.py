@@ -85,7 +85,7 @@ class Untrained:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise ``SpecError`` if the ``with`` block changes a frozen tensor. ``gather`` runs before and after."""
+        """Raise ``SpecError`` if the block changes a frozen tensor. ``gather`` is called before and after the block."""
         self.gather()
         self.watch()
         try:
