@@ -62,8 +62,8 @@ class Stratify(Method):
             samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to multiply a sample's loss by p / q: its label's fraction of all samples (p), divided by
-            its label's fraction of the epoch's samples (q). Only for ``mode = "batch"``.
+        label_weights: Whether to multiply a sample's loss by p / q. The sample's label has the fraction p of all
+            samples, and the fraction q of the epoch's samples. Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch if ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
@@ -80,8 +80,8 @@ class Stratify(Method):
         retain: In single-sample mode, fraction of a label's clients that may train on the label within a chunk.
             Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half of all rounds.
-        stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``), with
-            ``mode = "hybrid"``.
+        stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
+            = "hybrid"``.
         masking: How labels are hidden from the server: not at all (``none``), as keyed hashes (``prf``) or by
             encryption (``ckks``).
     """
