@@ -25,7 +25,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
         seed: The seed for drawing test samples, if the data set has only a training split.
-        client: The column with the client of each sample, such as ``writer_id``.
+        client: The name of the column with each sample's client, such as ``writer_id``.
 
     Raises:
         ExtraMissingError: The package ``datasets`` is not installed.

@@ -84,7 +84,7 @@ class MappedFile:
 
 
 def mapped_files(inputs: Mapping[str, Any]) -> dict[str, MappedFile]:
-    """Return the files of all memory-mapped inputs, with names such as ``x_train`` or ``x_train.ids`` as keys."""
+    """Return a mapping from the name of each memory-mapped input, such as ``x_train.ids``, to its file."""
     named = dict(inputs)
     for key, x in inputs.items():
         if isinstance(x, Mapping):

@@ -37,7 +37,7 @@ _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
 """The pattern of strings that are read as a date or a time of day."""
 SHOWN = 12
-"""The maximum number of categories or columns that a message lists."""
+"""The maximum number of categories or columns in a message."""
 
 
 class Column(Setting):
@@ -206,8 +206,8 @@ class Schema(Setting):
         client: Name of the column with each row's client, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role (in deployments: the keys of
             ``columns``).
-        columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the types of
-            other columns. Deployments require an entry for every feature.
+        columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the type of a
+            column without an entry. Deployments require an entry for every feature.
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
@@ -270,7 +270,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return a copy of the schema, completed with the table's other feature columns and categories.
+        """Return a copy of the schema with the settings of every feature column of the table, such as its categories.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -290,7 +290,7 @@ class Schema(Setting):
         return self._with({name: self._completed(table, name) for name in names})
 
     def _with(self, inputs: dict[str, Column]) -> Schema:
-        """Return a copy of the schema with other settings of the feature columns. The label column does not change."""
+        """Return a copy of the schema with ``inputs`` as feature columns. The label column does not change."""
         label = {name: column for name, column in (self.columns or {}).items() if name == self.label}
         return self.model_copy(update={"columns": {**inputs, **label}})
 
@@ -465,7 +465,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
 
     Raises:
         DataError: A cell does not match the schema, or a value is missing but its column has no rule for missing
-            values. The error message names the file, the line and the column.
+            values. The error message contains the file, the line and the column.
         SpecError: The table lacks a column.
     """
     for name in schema.inputs:

@@ -79,7 +79,7 @@ def from_dataframe(
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
-        DataError: A cell does not match the schema. The error message names the row and the column.
+        DataError: A cell does not match the schema. The error message contains the row and the column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
     table, task = table_of(frame, name), TASKS.make(task, {}) if isinstance(task, str) else task

@@ -265,8 +265,8 @@ class BatchPlan:
             wanted: The labels, as indices into ``roster.holders.placeholders``.
 
         Returns:
-            Two mappings. The first maps each label's index to the clients with unused samples, the second to the
-            weights of these clients. The second mapping is None if selection is uniform.
+            Two mappings from each label's index: one to the clients with unused samples, and one to the weights of
+            these clients. The second mapping is None if selection is uniform.
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():

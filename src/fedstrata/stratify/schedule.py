@@ -27,7 +27,7 @@ class Holders:
 
     Args:
         placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
-            arrays of the server represent a placeholder by its *place*, which is its index in this array.
+            arrays of the server represent a placeholder by its *place*, which is the placeholder's index in this array.
         offsets: The indices at which each placeholder's entries begin in ``clients`` and ``counts``, shape (P + 1,).
             The last offset is the length of ``clients`` and ``counts``.
         clients: The holders of the first placeholder, then the holders of the second placeholder, and so on, shape
@@ -95,8 +95,8 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 def label_weights(totals: Ints, frequency: Ints) -> Floats:
     """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of each label l that compensates for its frequency f_l.
 
-    The schedule draws label l with the probability f_l / Σ f. The label's fraction of all samples is n_l / Σ n. With
-    the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
+    An entry of the schedule has label l with the probability f_l / Σ f. In the data, the label's fraction is n_l / Σ n.
+    With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
     These weights are not part of the paper.
 
     Args:

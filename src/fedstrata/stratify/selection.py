@@ -236,9 +236,9 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
     Args:
         groups: True for the groups for which clients are drawn, shape (G,).
         clients: The number of clients.
-        shares: The weight of each client, shape (``clients``,); None for uniform draws. A weighted draw gives each
-            client a random key Exp(1) / share, and draws the clients with the smallest keys (Efraimidis and Spirakis
-            2006).
+        shares: The weight of each client, shape (``clients``,); None for uniform draws. For a weighted draw, each
+            client gets a random key Exp(1) / share, and the clients with the smallest keys are drawn (Efraimidis and
+            Spirakis 2006).
         most: The number of clients to draw for a group. If there are fewer clients, all clients are drawn.
         generator: The random generator.
 

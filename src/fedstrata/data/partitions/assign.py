@@ -135,8 +135,8 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator that chooses each client's samples, and the clients that get one sample more than
-            others.
+        rng: The random generator. It determines which samples each client gets, and which clients get an additional
+            sample.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:

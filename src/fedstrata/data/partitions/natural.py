@@ -17,7 +17,7 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 
 
 class Natural(Partition):
-    """One client for each client id in the data, such as a hospital or device.
+    """One client, such as a hospital or device, for each client id in the data.
 
     Arrays and ``.npz`` files contain the ids in ``client_train``. For a hub data set, ``data.client`` is the name of
     the column with the ids; for a table, ``data.schema.client``. Clients are numbered in the order of their ids.

@@ -128,7 +128,7 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """The spec or a file lists the samples of each client.
+    """The samples of each client are listed in the spec or in a file.
 
     The lists need not contain all samples. All seeds use the same lists.
 

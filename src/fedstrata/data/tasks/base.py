@@ -110,8 +110,8 @@ class Task(Setting):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        An evaluation sums the entries in ``tables`` over all samples, and computes metrics from the sums. The entries
-        ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
+        An evaluation adds up the entries in ``tables`` over all samples, and computes metrics from the sums. The
+        entries ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod

@@ -80,7 +80,7 @@ def _exact(context: Any) -> None:
 
 
 class Sealer:
-    """Encrypts numbers, and adds and multiplies ciphertexts, with a public key. Public keys cannot decrypt.
+    """Uses a public key to encrypt numbers, and to add and multiply ciphertexts. Public keys cannot decrypt.
 
     Args:
         public: A serialised context without the secret key.

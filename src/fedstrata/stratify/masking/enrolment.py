@@ -259,9 +259,9 @@ def _counted(
     """Add up encrypted sample counts, and let a client decrypt the sums. Weighted selection also asks for fractions.
 
     Returns:
-        Three values: the placeholders (numbers that stand for labels) of each client that replied, the number of
-        samples of each placeholder over all clients, shape (P,), and the sample counts of each client. The last value
-        is empty if selection is not weighted.
+        Three values: the placeholders (numbers for labels) of each client that replied, the total number of samples of
+        each placeholder, shape (P,), and the sample counts of each client. The last value is empty if selection is not
+        weighted.
     """
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)
