@@ -280,8 +280,8 @@ def from_arrays(
         task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
 
     Raises:
-        DataError: Lengths, shapes or types do not match, a value is not finite, or no label of the test set is in the
-            training set. Labels that occur only in the test set cause a warning.
+        DataError: The arrays' lengths, shapes or types do not match, a value is not finite, or no label of the test set
+            is in the training set. Labels that occur only in the test set cause a warning.
 
     >>> data = from_arrays([[0.0], [2.0]], ["cat", "ant"], [[4.0]], ["cat"])
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()

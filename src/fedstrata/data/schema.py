@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """The accepted cells of a boolean column, in lower case, and their values."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
-"""The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
+"""The accepted cells of a column that marks test samples. The value of a cell is 1 for test samples, otherwise 0."""
 MANY = 20
 """A category column with more non-missing cells than this number causes a warning if most cells are distinct."""
 MOST_CATEGORIES = 100

@@ -276,7 +276,7 @@ class LabelWeightedGradient(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The labels of which a client had no unused sample, and the summed loss over the samples used in training.
+    """The reply to ``Steps``: the labels without an unused sample, and the summed loss of the samples used in training.
 
     Args:
         missing: True for each label of the request on which the client did not train, because it had no unused sample

@@ -47,8 +47,8 @@ class Stratify(Method):
     one step with the mean gradient of the batch's samples, as in centralised training on these samples. In mode
     ``single``, the model travels from client to client, and each client takes one SGD step per sample.
 
-    In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
-    client's samples of each label get a random order of arrival. The last samples (the fraction ``stream``) arrive in
+    In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. For each
+    client and label, the samples' order of arrival is random. The last samples (the fraction ``stream``) arrive in
     equal portions, one portion per round of single-sample mode. All other samples are available from the start.
     Portions are rounded down, and a client may use a sample twice to fill the schedule.
 

@@ -52,7 +52,7 @@ class Task(Setting):
     """The default metrics of an evaluation. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries in the result of ``rows`` that an evaluation adds up over samples to compute metrics."""
+    """The entries in the result of ``rows`` whose sums over all samples are needed to compute metrics."""
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""
@@ -159,7 +159,7 @@ class Task(Setting):
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values to count for ``fitted``, shape (N,); None if frequencies are not needed."""
+        """Return the values whose frequencies ``fitted`` needs, shape (N,); None if frequencies are not needed."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
