@@ -19,7 +19,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""The accepted numbers of image channels. An axis with one of these lengths can be the channel axis."""
+"""The accepted numbers of image channels. An axis whose length is one of these numbers can be the channel axis."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -44,7 +44,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
 
 
 def checked_ids(values: Array, key: str) -> Tensor:
-    """Convert integer inputs, such as token ids, to int64. Their shape (N, …) does not change.
+    """Convert integer inputs, such as token ids, to int64. The shape (N, …) does not change.
 
     Raises:
         DataError: The inputs are not integers.
@@ -66,8 +66,8 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
         key: The name of the inputs in error messages.
 
     Raises:
-        DataError: An input's name is not a valid argument name, values are not numeric or not finite, or the inputs
-            have different numbers of samples.
+        DataError: An input's name is not a valid argument name, a value is not a finite number, or the inputs have
+            different numbers of samples.
     """
     tensors = {}
     for name, value in values.items():
@@ -102,8 +102,8 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     Args:
         values: See ``from_arrays``.
         key: The name of the inputs in error messages.
-        exact: Whether to keep float64 even if float32 suffices. By default, float64 is kept only if samples would
-            become indistinguishable in float32. For test inputs, set ``exact`` if the training inputs are float64.
+        exact: Whether to keep float64 even if float32 suffices. By default, float64 is kept only if different samples
+            would be equal in float32. For test inputs, set ``exact`` if the training inputs are float64.
 
     Returns:
         The inputs as a contiguous array of shape (N, H, W, C) or (N, F).
@@ -313,7 +313,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     Args:
         pair: The labels of both splits, from ``checked_labels``.
         names: The name of each class. If ``names`` is given, each label must be an index into ``names``, or an element
-            of ``names``. By default, the sorted distinct labels are numbered.
+            of ``names``. By default, the distinct labels are sorted and numbered.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:

@@ -44,7 +44,7 @@ def folders() -> list[Path]:
 def available() -> list[tuple[str, str, bool]]:
     """List the known data sets and all other files in ``folders()``.
 
-    Each entry is a name, a description, and whether the file exists.
+    Each entry contains a name, a description, and True if the file exists.
     """
     files = names_there()
     known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]
@@ -52,5 +52,5 @@ def available() -> list[tuple[str, str, bool]]:
 
 
 def names_there() -> list[str]:
-    """List the names of all data sets with a file in ``folders()``."""
+    """List the names of all data sets that have a file in ``folders()``."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.npz")} - {"digits"})

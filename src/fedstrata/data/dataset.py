@@ -46,17 +46,17 @@ class Dataset:
 
     Args:
         name: The name of the data set in reports.
-        x_train: Training inputs, as a contiguous tensor of shape (N, H, W, C) or (N, F). With several inputs per
-            sample, this is a mapping from the name of each input to a tensor (N, …).
+        x_train: Training inputs, as a contiguous tensor of shape (N, H, W, C) or (N, F). If samples have several
+            inputs: a mapping from the name of each input to a tensor (N, …).
         y_train: Training targets. For classification, the targets are labels in 0…C−1, int64, shape (N,).
-        x_test: Test inputs, in the form of ``x_train``.
-        y_test: Test targets, in the form of ``y_train``.
+        x_test: Test inputs, in the same form as ``x_train``.
+        y_test: Test targets, in the same form as ``y_train``.
         class_names: The name of each output of a model, such as the name of a class; empty if outputs have no names.
         domain_train: The domain of each training sample, shape (N,), int64; None if there are no domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
-        shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). With several
-            inputs, this is a mapping from the name of each normalised input to its shift.
+        shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). If samples
+            have several inputs: a mapping from the name of each normalised input to its shift.
         scale: The factor that multiplies each channel or feature after ``shift`` is subtracted.
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
@@ -139,7 +139,7 @@ class Dataset:
 
     @property
     def shape(self) -> Shape:
-        """The shape of one sample as the model's input: (C, H, W) or (F,), or a mapping with one shape per input."""
+        """The shape of a sample for the model: (C, H, W) or (F,), or a mapping with one shape per input."""
         if isinstance(self.x_train, Mapping):
             return {name: tuple(tensor.shape[1:]) for name, tensor in self.x_train.items()}
         size = tuple(self.x_train.shape[1:])
@@ -149,7 +149,7 @@ class Dataset:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """The size in bytes of one sample as the model's input."""
+        """The size in bytes of a sample when the model receives it."""
         if not isinstance(self.x_train, Tensor):
             return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
         return 4 * self.x_train.shape[1:].numel()
@@ -254,10 +254,10 @@ def from_arrays(
 
     Args:
         x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).
-            An array with four axes is read as (N, C, H, W) if the length of the second axis is 1, 3 or 4, but the
-            length of the last axis is not. For a model with several inputs, give a mapping from the names of its
-            arguments to arrays (N, …) of any shape. Integers and booleans, such as token ids and masks, stay unchanged.
-            Floats are normalised along their last axis.
+            An array with four axes is read as (N, C, H, W) if the second axis has the length 1, 3 or 4, and the last
+            axis has another length. For a model with several inputs, give a mapping from the names of its arguments to
+            arrays (N, …) of any shape. Integers and booleans, such as token ids and masks, stay unchanged. Floats are
+            normalised along their last axis.
         y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
             give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
@@ -267,21 +267,21 @@ def from_arrays(
         name: The name of the data set in reports.
         domain_train: The domain of each training sample, as an integer or a string.
         domain_test: The domain of each test sample.
-        class_names: The name of each class. Each label must then be an index into this list, or an element of it.
-            Default: the sorted distinct labels.
+        class_names: The name of each class. If set, each label must be an index into ``class_names``, or an element of
+            ``class_names``. Default: the sorted distinct labels.
         domain_names: The name of each domain; see ``class_names``.
         clients: The client of each training sample, as an integer or a string, for the partition ``natural``.
         clients_test: The client of each test sample. A client without training samples never trains.
         normalize: The normalisation of inputs. ``"standard"``: each channel or feature is shifted and scaled to mean 0
             and standard deviation 1 on the training set. Constant channels and features are only shifted. ``"unit"``:
-            each channel or feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``:
-            values do not change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T), and are passed
-            to the model unchanged.
+            each channel or feature is scaled to [0, 1] on the training set. Values of type uint8 are divided by 255.
+            ``"none"``: values do not change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T),
+            and are passed to the model unchanged.
         task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
 
     Raises:
-        DataError: Lengths, shapes or types do not match, a value is not finite, or no label of the test set is in the
-            training set. Labels that occur only in the test set cause a warning.
+        DataError: The arrays' lengths, shapes or types do not match, a value is not finite, or no label of the test set
+            is in the training set. Labels that occur only in the test set cause a warning.
 
     >>> data = from_arrays([[0.0], [2.0]], ["cat", "ant"], [[4.0]], ["cat"])
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()
@@ -350,7 +350,7 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
 
 
 def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, Inputs | None]:
-    """Compute the shift and scale that normalise inputs, from the training inputs; see ``shift_and_scale``.
+    """Compute shift and scale of the normalisation from the training inputs; see ``shift_and_scale``.
 
     Returns:
         The shift and the scale, or None and None if inputs are not normalised. For several inputs, shift and scale are
@@ -371,7 +371,7 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
     """Return the task with a given name, or the given task itself.
 
     For None, infer the task from the targets: regression if some targets are not integers, otherwise classification.
-    Integers with very many distinct values cause an error, because they could be classes or quantities.
+    Integer targets with very many distinct values cause an error, because the targets could be classes or quantities.
 
     Args:
         task: The task, its name, or None.

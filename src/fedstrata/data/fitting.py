@@ -119,7 +119,7 @@ class Statistics(Message):
         """Check that statistics from another party have the right shapes and plausible values.
 
         Raises:
-            DataError: The statistics describe other columns, or are impossible.
+            DataError: The statistics do not describe the expected columns, or are impossible.
         """
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
@@ -226,8 +226,8 @@ class Unfitted:
         test: Test samples, in the same form as ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
-        targets: The training targets, if sites also send statistics of the targets. The last columns of the statistics
-            then describe the targets.
+        targets: The training targets, if sites also send statistics of the targets, as the last columns of the
+            statistics.
     """
 
     normalize: Normalize
@@ -254,10 +254,10 @@ class Unfitted:
         deployment therefore compute exactly the same statistics.
 
         Args:
-            groups: The indices of each client's training samples. They are used only if the features or the task depend
-                on statistics.
-            least: The minimum number of non-missing values per client and column. If a client has fewer, its statistics
-                treat all values of the column as missing.
+            groups: The indices of each client's training samples. The indices are used only if the features or the task
+                depend on statistics.
+            least: The minimum number of non-missing values per client and column. If a client has fewer values in a
+                column, the client's statistics treat all these values as missing.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -300,7 +300,7 @@ class Unfitted:
         """Check that statistics from another party have the right shapes, plausible values and all required entries.
 
         Raises:
-            DataError: The statistics describe other columns, are impossible, or lack required values.
+            DataError: The statistics do not describe the expected columns, are impossible, or lack required values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)
@@ -423,7 +423,7 @@ _NONE = torch.zeros(0, 2, dtype=torch.float64)
 
 
 def _frequencies(values: Floats) -> Tensor:
-    """Return the distinct values and how often each value occurs, shape (V, 2), float64, sorted by value."""
+    """Return the distinct values and their frequencies, shape (V, 2), float64, sorted by value."""
     return torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
 
 
@@ -436,7 +436,7 @@ def _added(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _filled(known: Statistics, index: int, n_missing: float, value: float) -> tuple[float, ...]:
-    """Return count, mean, sum of squares, minimum and maximum of a column after ``value`` replaces missing values."""
+    """Return count, mean, sum of squares, minimum and maximum of a column with ``value`` in place of missing values."""
     low = high = value
     if len(known.low):
         low, high = float(known.low[index]), float(known.high[index])

@@ -25,7 +25,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
         seed: The seed for drawing test samples, if the data set has only a training split.
-        client: The column with the client of each sample, such as ``writer_id``.
+        client: The name of the column with each sample's client, such as ``writer_id``.
 
     Raises:
         ExtraMissingError: The package ``datasets`` is not installed.
@@ -51,7 +51,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """Convert a ``datasets.DatasetDict`` to arrays.
 
     The training samples are the split ``train``. The test samples are the split ``test`` or, if it is missing, a
-    validation split. If both are missing, a random fifth of each class in ``train`` becomes the test samples.
+    validation split. If both are missing, the test samples are a random fifth of each class in ``train``.
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.

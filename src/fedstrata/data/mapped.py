@@ -44,14 +44,14 @@ class MappedFile:
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
 
     def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
-        """Return this description with another array shape. The file itself does not change."""
+        """Return a copy that describes the array in another shape. The file itself does not change."""
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:
         """Return the array as a tensor. Changes to the tensor do not change the file.
 
         Raises:
-            DataError: The file is missing or too short, for example on another machine.
+            DataError: The file is missing or too short, for example because it was not copied to this machine.
         """
         try:
             values = np.memmap(self.path, dtype=self.dtype, mode="c", offset=self.offset, shape=self.shape)
@@ -84,7 +84,7 @@ class MappedFile:
 
 
 def mapped_files(inputs: Mapping[str, Any]) -> dict[str, MappedFile]:
-    """Return the files of all memory-mapped inputs, with names such as ``x_train`` or ``x_train.ids`` as keys."""
+    """Return a mapping from the name of each memory-mapped input, such as ``x_train.ids``, to its file."""
     named = dict(inputs)
     for key, x in inputs.items():
         if isinstance(x, Mapping):

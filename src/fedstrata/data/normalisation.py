@@ -11,15 +11,15 @@ Normalize = Literal["standard", "unit", "none", "keep"]
 
 
 def shift_and_scale(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the shift and scale that normalise inputs, from the training inputs.
+    """Compute shift and scale of the normalisation from the training inputs.
 
     Args:
         train: The training inputs, in the form in which a ``Dataset`` stores them, shape (N, H, W, C) or (N, F).
         normalize: See ``from_arrays``.
 
     Returns:
-        The shift and the scale of each channel or feature: float32, or float64 if samples would become
-        indistinguishable in float32. Shift and scale are None if ``normalize`` is ``"none"``.
+        The shift and the scale of each channel or feature: float32, or float64 if different samples would be equal in
+            float32. Shift and scale are None if ``normalize`` is ``"none"``.
     """
     width = train.shape[-1]
     if normalize == "none":

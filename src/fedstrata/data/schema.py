@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """The accepted cells of a boolean column, in lower case, and their values."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
-"""The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
+"""The accepted cells of a column that marks test samples. The value of a cell is 1 for test samples, otherwise 0."""
 MANY = 20
 """A category column with more non-missing cells than this number causes a warning if most cells are distinct."""
 MOST_CATEGORIES = 100
@@ -37,7 +37,7 @@ _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
 """The pattern of strings that are read as a date or a time of day."""
 SHOWN = 12
-"""The maximum number of categories or columns that a message lists."""
+"""The maximum number of categories or columns in a message."""
 
 
 class Column(Setting):
@@ -54,8 +54,8 @@ class Column(Setting):
             ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
         step: Unit to which numbers are rounded before ``median`` or ``most-frequent`` is computed. In deployments,
-            these two rules require ``step``.
-        value: Value that replaces missing values, with ``impute = "constant"``.
+            ``median`` and ``most-frequent`` require ``step``.
+        value: Value that replaces missing values if ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """
 
@@ -124,7 +124,7 @@ class Column(Setting):
 
     @property
     def counted(self) -> bool:
-        """Whether the column's statistics count how often each value occurs."""
+        """Whether the column's statistics contain the frequency of each value."""
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
@@ -134,7 +134,7 @@ class Column(Setting):
 
     @property
     def marks_missing(self) -> bool:
-        """Whether the column has an additional feature that is 1 if its value is missing."""
+        """Whether the column has an additional feature that is 1 if the column's value is missing."""
         return self.indicator or self.impute == "separate-category"
 
     @property
@@ -206,8 +206,8 @@ class Schema(Setting):
         client: Name of the column with each row's client, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role (in deployments: the keys of
             ``columns``).
-        columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the types of
-            other columns. Deployments require an entry for every feature.
+        columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the type of a
+            column without an entry. Deployments require an entry for every feature.
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
@@ -270,7 +270,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return a copy of the schema, completed with the table's other feature columns and categories.
+        """Return a copy of the schema with the settings of every feature column of the table, such as its categories.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -290,7 +290,7 @@ class Schema(Setting):
         return self._with({name: self._completed(table, name) for name in names})
 
     def _with(self, inputs: dict[str, Column]) -> Schema:
-        """Return a copy of the schema with other settings of the feature columns. The label column does not change."""
+        """Return a copy of the schema with ``inputs`` as feature columns. The label column does not change."""
         label = {name: column for name, column in (self.columns or {}).items() if name == self.label}
         return self.model_copy(update={"columns": {**inputs, **label}})
 
@@ -320,7 +320,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Check that the schema suits a deployment, and return it.
+        """Check that the schema suits a deployment, and return the schema.
 
         Sites read only the columns in the spec, and do not guess types.
 
@@ -465,7 +465,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
 
     Raises:
         DataError: A cell does not match the schema, or a value is missing but its column has no rule for missing
-            values. The error message names the file, the line and the column.
+            values. The error message contains the file, the line and the column.
         SpecError: The table lacks a column.
     """
     for name in schema.inputs:
@@ -499,8 +499,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The table to read.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
-        first: The index of the table's first client among all clients of the federation. With this index, a site that
-            has only some of the clients holds out the same rows as a simulation of all clients.
+        first: The index of the table's first client among all clients of the federation. A site that has only some of
+            the clients needs this index, to hold out the same rows as a simulation of all clients.
         task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:
@@ -556,11 +556,11 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     Args:
         table: The table to read.
         schema: The schema of the table.
-        strict: Whether to raise an error for a cell that is not a finite number in its range. If false, the range is
-            not checked, and the function returns None if a cell is not a finite number.
+        strict: Whether to raise an error for a cell that is not a finite number in the column's range. If false, the
+            range is not checked, and the function returns None if a cell is not a finite number.
 
     Raises:
-        DataError: A cell is missing, or ``strict`` is set and a cell is not a number in its range.
+        DataError: A cell is missing or, if ``strict`` is set, is not a finite number in the column's range.
     """
     column, target, numbers = schema.label, schema.target, np.zeros(len(table))
     for row, cell in enumerate(_known(table, column, schema)):
@@ -628,7 +628,7 @@ def _without_rule(table: Table, schema: Schema) -> list[str]:
 
 
 def _rules(name: str, column: Column) -> str:
-    """For missing values, return rules that fit the type of a column, as lines of a spec."""
+    """Return spec lines that set a suitable rule for the missing values of a column."""
     key = _key(name)
     first = f"{key} = {{ impute = '{'most-frequent' if column.type in ('category', 'boolean') else 'median'}' }}"
     if column.type != "category":

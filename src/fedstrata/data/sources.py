@@ -76,8 +76,8 @@ with warnings.catch_warnings():
             classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
             range: Minimum and maximum allowed value in an array file.
             shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.
-            scale: Factors, one per channel or feature, by which normalisation multiplies after subtracting ``shift``.
-                Set both ``shift`` and ``scale``, or neither.
+            scale: Factors, one per channel or feature, by which normalisation multiplies the inputs after subtracting
+                ``shift``. Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
             custom: Description of arrays passed from Python. Only fedstrata sets this key.
         """
@@ -122,7 +122,7 @@ with warnings.catch_warnings():
             """Read the data set into memory.
 
             Args:
-                seed: The seed for drawing the samples of ``limit``, and the test samples if the data set has no
+                seed: The seed for drawing ``limit`` training samples, and the test samples if the data set has no
                     separate test set.
                 task: The task. If None, the targets determine the task; see ``task_of``.
 

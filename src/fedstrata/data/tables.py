@@ -35,7 +35,7 @@ def read_table(path: Path, schema: Schema) -> Table:
 
     Args:
         path: The path of the file.
-        schema: The schema. Only its setting ``delimiter`` is used.
+        schema: The schema, of which only the setting ``delimiter`` is used.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -79,7 +79,7 @@ def from_dataframe(
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
-        DataError: A cell does not match the schema. The error message names the row and the column.
+        DataError: A cell does not match the schema. The error message contains the row and the column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
     table, task = table_of(frame, name), TASKS.make(task, {}) if isinstance(task, str) else task
@@ -107,7 +107,7 @@ def dataset_of(
     given: tuple[Tensor, Tensor] | None = None,
     task: Task | None = None,
 ) -> Dataset:
-    """Build a data set with features that are imputed and normalised with statistics of all training rows.
+    """Build a data set whose features are imputed and normalised with statistics of all training rows.
 
     When a run begins, the features are computed again, with statistics of only those rows that clients train on.
 
@@ -165,7 +165,7 @@ def targets_of(table: Table, schema: Schema, task: Task | None) -> NDArray[np.ge
     """Return the labels of a table's N rows, shape (N,): numbers if the task needs numbers, otherwise class names.
 
     Raises:
-        DataError: A label is missing, is not a number or a class, or is out of range.
+        DataError: A label is missing, or is not one of the classes (or a number in range).
         SpecError: The schema describes the label as a number, but the task has classes.
     """
     if task is None or task.has_classes:

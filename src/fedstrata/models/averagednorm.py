@@ -1,8 +1,8 @@
 """BatchNorm with statistics that are averaged over clients, as in FedTAN (Wang et al. 2023).
 
-Each client computes the mean and the variance of its own batch. The layer normalises with the averages over clients. In
-the backward pass, the gradients with respect to mean and variance are also averaged. Unlike in ``models.batchnorm``,
-the averaged variance does not include the differences between the clients' means.
+Each client computes the mean and the variance of its own batch. The layer normalises with the averages of these
+statistics over the clients. In the backward pass, the gradients with respect to mean and variance are also averaged.
+Unlike in ``models.batchnorm``, the averaged variance does not include the differences between the clients' means.
 """
 
 from __future__ import annotations

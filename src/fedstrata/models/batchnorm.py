@@ -1,10 +1,10 @@
 """BatchNorm with the statistics of a batch whose samples are spread over several clients (Stratify, section III-E).
 
 Each client normalises its samples of a batch as if one machine had the whole batch. In the forward pass, every layer
-sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂, where x̂ is
-the normalised input and J is the loss. The sums are divided by the total count m. ``torch.nn.SyncBatchNorm`` does the
-same across processes. The loss must be a *sum* over samples. The clients' gradients then add up to the gradient of the
-whole batch, also for the layer's weight and bias.
+adds up Σx, Σx² and the count over the clients. In the backward pass, every layer adds up Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂ over
+the clients, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m.
+``torch.nn.SyncBatchNorm`` does the same across processes. The loss must be a *sum* over samples. The clients' gradients
+then add up to the gradient of the whole batch, also for the layer's weight and bias.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        A call waits until all clients have made the call, so all clients must make the same number of calls. They all
-        get exactly the same sum.
+        A call waits until all clients have made the call, so all clients must make the same number of calls. All
+        clients get exactly the same sum.
         """
         return self._group.add({self._number: tensor})
 
@@ -101,9 +101,9 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     """Compute the statistics of the batch over all clients.
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
-    distances from this mean. From these two values, it computes Σx and Σx² in float64. Only vectors with one number per
-    channel are cast to float64. The clients communicate only once, whereas the usual algorithm first averages over all
-    clients and needs a second exchange.
+    distances from this mean. From these two values, the client computes Σx and Σx² in float64. Only vectors with one
+    number per channel are cast to float64. The clients communicate only once, whereas the usual algorithm first
+    averages over all clients and needs a second exchange.
 
     Returns:
         The mean and the biased variance, each of shape (C,) and float64, and the number of values per channel.
@@ -200,8 +200,8 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
         ``module`` itself.
 
     Raises:
-        SpecError: A BatchNorm layer has an unsupported type (three-dimensional, lazy, or the user's own subclass). No
-            layer is converted.
+        SpecError: A BatchNorm layer has an unsupported type (three-dimensional, lazy, or the user's own subclass). In
+            this case, no layer is converted.
 
     >>> type(federate_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]).__name__
     'FederatedBatchNorm1d'
@@ -262,7 +262,7 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: The number of seconds that a member waits for the others before it gives up, which ends the group. None
+        timeout: The number of seconds that a member waits for the other members, after which the group breaks. None
             means no limit; a member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)

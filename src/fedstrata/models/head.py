@@ -31,7 +31,7 @@ class Head:
 
         Args:
             module: The whole module.
-            name: The dotted name of the head. Default: the submodule ``head``; without it, the last trained
+            name: The dotted name of the head. Default: the submodule ``head`` or, if it is missing, the last trained
                 ``nn.Linear``.
             trained: The trainable parameters of the whole module.
 

@@ -1,7 +1,7 @@
 """Choose the memory format of a user's own module.
 
-Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. Through
-rounding, the format slightly affects results. To keep results reproducible, the choice depends only on the module.
+Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The format
+affects rounding, and so slightly changes results. To keep results reproducible, the choice depends only on the module.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
     """Convert a module with convolutions to channels-last format in place, if the module works in this format.
 
     Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
-    convolution. These modules keep the default format, and their inputs are converted to it. Instead of ``view``, use
-    ``x.flatten(1)``, which works with both formats.
+    convolution. These modules keep the default format, and their inputs are converted to the default format. Instead of
+    ``view``, use ``x.flatten(1)``, which works with both formats.
 
     Args:
         module: The module to convert.

@@ -27,8 +27,8 @@ class Model:
 
     ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module.
     The call can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
-    parameters in the module during a ``with`` block. Calls with the dictionary that ``loaded`` yields are as fast as
-    calls of the module.
+    parameters in the module during a ``with`` block. A call with the dictionary that ``loaded`` yields is as fast as a
+    call of the module.
 
     Outside ``loaded``, the module has its initial values and is in evaluation mode. Only one thread at a time may use a
     model. Another thread must use a ``clone``.
@@ -40,8 +40,8 @@ class Model:
     this submodule, the head is the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``,
     call the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
-    Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party creates the
-    module itself, and frozen parameters must be the same for all parties. Trainable parameters are float32.
+    Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party creates its own
+    copy of the module, and frozen parameters must be the same for all parties. Trainable parameters are float32.
 
     Args:
         module: The module. Do not use the module elsewhere afterwards, because the model changes the module.
@@ -320,7 +320,7 @@ class Model:
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Put a model into evaluation mode during a ``with`` block, without dropout and with fixed BatchNorm statistics."""
+    """During a ``with`` block, put a model into evaluation mode: dropout is off, and BatchNorm statistics are fixed."""
     training = model.module.training
     model.module.eval()
     try:

@@ -58,7 +58,8 @@ def _two(x: Tensor) -> Tensor:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Detects whether this thread runs a PyTorch operation that draws random numbers.
 
-    Comparing generator states would also detect draws in other threads, because all threads share the generator.
+    A comparison of generator states would also detect random numbers of other threads, because all threads share the
+    generator.
     """
 
     random = False

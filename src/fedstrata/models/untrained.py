@@ -85,7 +85,7 @@ class Untrained:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise ``SpecError`` if the ``with`` block changes a frozen tensor. ``gather`` runs before and after."""
+        """Raise ``SpecError`` if the block changes a frozen tensor. ``gather`` is called before and after the block."""
         self.gather()
         self.watch()
         try:
@@ -119,7 +119,7 @@ class Untrained:
 
 
 def twin_of(module: nn.Module, constant: Iterable[Tensor] = ()) -> nn.Module:
-    """Return a copy of a module. The copy shares the memory of frozen parameters and of the given buffers."""
+    """Return a copy of a module. Frozen parameters and the given buffers share their memory with the original."""
     memo: dict[int, Tensor] = {id(tensor): tensor for tensor in constant}
     for tensor in module.parameters():
         if not tensor.requires_grad:

@@ -1,7 +1,7 @@
-"""The built-in models, and users' own models, which a spec names with a path ``"module:factory"``.
+"""The built-in models, and users' own models, to which a spec refers by a path ``"module:factory"``.
 
-In all models, pooling precedes ReLU. The result is the same as in the reverse order, but ReLU then processes only a
-quarter of the values. Convolutions and images are in channels-last memory format.
+In all models, pooling precedes ReLU. The reverse order would give the same result, but ReLU would process four times as
+many values. Convolutions and images are in channels-last memory format.
 """
 
 from __future__ import annotations
@@ -205,13 +205,13 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 Trial = tuple[Inputs, Callable[[torch.Tensor], str]] | None
 """A batch on which a model is tested, and a function that checks the model's outputs.
 
-If the outputs have the wrong shape, the function returns the right shape as a string, and otherwise an empty string.
-None stands for a batch of zeros, for which the model must return one logit per class.
+The function returns an empty string if the outputs have the right shape; otherwise, it returns the right shape as a
+string. None stands for a batch of zeros, for which the model must return one logit per class.
 """
 
 
 def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
-    """Create the model of ``spec`` with initial values drawn from ``seed``.
+    """Create the model that ``spec`` describes, with initial values that depend on ``seed``.
 
     The same arguments give bitwise equal models.
 

@@ -36,7 +36,7 @@ def allowed_in_batches(
     Args:
         size: The number of samples in a batch, over all clients.
         window: The accepted values of ``Reserve.window``: the range (from, to) of a client's samples that may be used.
-        lr: The accepted learning rate of the clients' steps, which is not used if ``local_steps`` is 1.
+        lr: The accepted learning rate for the clients' steps; not used if ``local_steps`` is 1.
         local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
         label_weights: Whether a sample's loss is multiplied by a weight that depends on the sample's label.

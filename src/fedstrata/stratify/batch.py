@@ -79,7 +79,7 @@ class BatchMode:
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Train one epoch, with one request to clients and one step of the server's optimiser per batch.
+        """Train one epoch. For each batch, ask the clients once, and take one step of the server's optimiser.
 
         Args:
             roster: The clients that the server can ask.
@@ -150,7 +150,8 @@ class BatchMode:
     def _sum(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
         """Return the sum of the clients' replies for one batch; None if no client is left.
 
-        A client that fails is left out of this batch. In later batches, samples of other clients replace its samples.
+        A client that fails is left out of this batch. In later batches, samples of other clients replace the failed
+        client's samples.
         """
         federation, steps = plan.roster.federation, self.local_steps
         while samples := plan.work(request.batch):
@@ -172,7 +173,7 @@ class BatchMode:
         return None
 
     def _secure_sum(self, plan: BatchPlan, request: Gradient, form: GradientForm) -> Summed | None:
-        """Return the sum of the clients' replies for one batch; None if too few clients have samples or reply.
+        """Return the sum of the clients' replies for one batch; None if too few clients have samples or send replies.
 
         Clients are asked only once per batch, because two sums over different clients could reveal a single reply.
         """
@@ -192,8 +193,9 @@ class BatchMode:
 class BatchPlan:
     """The plan of an epoch, which assigns a client and one of its reserved samples to each position of the schedule.
 
-    The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. One request asks a
-    client to reserve its samples for all batches. If a client has no sample for a position, another client is asked.
+    The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. A single request
+    asks a client to reserve samples for all batches of the epoch. If a client has no sample for a position, another
+    client is asked.
 
     A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with fewer samples moves
     these samples to another batch, or does not reserve them (*holds them back*).
@@ -263,8 +265,8 @@ class BatchPlan:
             wanted: The labels, as indices into ``roster.holders.placeholders``.
 
         Returns:
-            Two mappings. The first maps each label's index to the clients with unused samples, the second to the
-            weights of these clients. The second mapping is None if selection is uniform.
+            Two mappings from each label's index: one to the clients with unused samples, and one to the weights of
+            these clients. The second mapping is None if selection is uniform.
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():

@@ -85,7 +85,7 @@ class Reserved:
 
     @cached_property
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Two mappings from the index of a batch: one to the start of its samples in ``places``, one to their end.
+        """Two mappings from a batch's index: to the start and to the end of the batch's samples in ``places``.
 
         The values are numbers and not pairs, because Python's garbage collector skips dicts of numbers, which saves
         time.
@@ -103,7 +103,7 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Return a client's pools for a request: its shuffled samples of each label, and the number of used samples.
+    """Return a client's pools for a request: shuffled samples of each label, and the number of used samples.
 
     A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all samples of
     the pool are unused again. A placeholder without a pool gets a new pool. The pool is empty if the client does not
@@ -113,11 +113,12 @@ def opened(
     Args:
         client: The client.
         pools: A mapping from each placeholder to its pool, before the request.
-        request: The request. It specifies the pools to refill, and the range (``window``) of samples that may be used.
+        request: The request, which specifies the pools to refill, and the range (``window``) of samples that may be
+            used.
         placeholders: The placeholders for which the request needs samples.
 
     Raises:
-        FedstrataError: The request refills more pools than there are classes. So many pools could exhaust the memory.
+        FedstrataError: The request refills more pools than there are classes. Such a request could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
         raise FedstrataError("the request names more labels than there are classes")
@@ -191,12 +192,12 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
     Args:
         batches: The batch of each new sample, ascending, shape (n,).
-        before: The batch of each sample that was reserved earlier, ascending. The parts of these samples are large
-            enough.
+        before: The batch of each sample that was reserved earlier, ascending. Each of these batches contains at least
+            ``least`` such samples.
         least: The minimum number of samples in a part.
 
     Returns:
-        The batch in which each new sample is trained, shape (n,). The value is −1 if no part can be large enough.
+        The batch to which each new sample is moved, shape (n,). The value is −1 if no part can be large enough.
 
     >>> gathered(np.array([0, 2, 2, 3, 5, 5, 8]), np.array([], dtype=int), 2).tolist()
     [2, 2, 2, 5, 5, 5, 5]
@@ -296,8 +297,8 @@ def stepped(
 ) -> GradientReply:
     """Take several SGD steps on the client's own samples, and return the sum of the gradients of these steps.
 
-    With n samples and the gradient g of their summed loss, a step is w ← w − (η / n) g. The server's step with the same
-    η then leads to the mean of the clients' models, weighted by their numbers of samples.
+    With n samples and the gradient g of their summed loss, a step is w ← w − (η / n) g. A step of the server with the
+    same η then gives the mean of the clients' models, each weighted by the client's number of samples.
     """
     first = reply = summed_gradient(context, model, params, request, batch)
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}
@@ -339,7 +340,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
     """Seed the random numbers of layers such as dropout layers. The seed depends on the batch and on ``client``.
 
     ``client`` is the server's id if the whole batch is computed in one pass. The seed is set only if a layer of the
-    model draws random numbers. Seeding takes a tenth of the time of a small batch.
+    model draws random numbers, because seeding takes a tenth of the time of a small batch.
     """
     if not context.config.random:
         return nullcontext()
@@ -347,7 +348,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
 
 
 def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
-    """Return a copy of the model whose parameters stay loaded, in training mode, for all batches."""
+    """Return a copy of the model in training mode, whose parameters stay loaded for all batches."""
     model = context.config.model.clone()
     return model, model.load_for_good(train=True)
 

@@ -99,7 +99,7 @@ class FusedSteps:
 
     At first, each client only draws the samples of its task. The SGD steps of many tasks (a *block*) are taken together
     later. The result is bit-identical to separate steps at each client. If the model contains NaN or infinity after a
-    block, the block is repeated task by task, and the steps of each task that leads to NaN or infinity are undone.
+    block, the block is repeated task by task. The steps of each task that leads to NaN or infinity are undone.
 
     Args:
         context: The context that the clients share.
@@ -183,7 +183,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """A cache of the last stepper (an object that takes SGD steps) and of the model that this stepper trains."""
+    """A cache of the most recent stepper (an object that takes SGD steps) and of the model that this stepper trains."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None

@@ -1,8 +1,8 @@
 """Requests of Stratify to reserve samples, compute gradients and take SGD steps, and the replies to these requests.
 
-The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule: a label
-of which a client trains on one sample. A *placeholder* is a number that stands for a label, so that the server does not
-need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
+The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
+a client trains on one sample of the entry's label. A *placeholder* is a number that stands for a label, so that the
+server does not need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class GatheredReply(ReserveReply):
     Args:
         batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
             ``missing`` is True for an entry, ignore the batch.
-        held: True for each entry for which the client holds its sample back, because the client has too few samples for
+        held: True for each entry for which the client holds a sample back, because the client has too few samples for
             any batch. In this case, ``missing`` is also True, and the sample stays unused.
     """
 
@@ -129,7 +129,7 @@ class Reserve(Request):
         round: The epoch, counted from 1.
         batches: The index of the batch for each sample to reserve, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
-        refill: The placeholders of the labels whose samples may all be used again, from this request on, int64.
+        refill: The placeholders of the labels of which all samples may be used again from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
@@ -202,7 +202,7 @@ class WeightedGradientReply(GradientReply):
     """The summed gradient and loss for a batch, for tasks in which samples have different weights.
 
     Args:
-        weight: The sum of the weights of the samples, such as their number of tokens.
+        weight: The sum of the weights of the samples, such as the total number of tokens.
     """
 
     weight: float = 0.0
@@ -215,7 +215,7 @@ class WeightedGradientReply(GradientReply):
 
 @record("Gradient")
 class Gradient(ModelRequest):
-    """A request for the gradient of the summed loss over the samples reserved for a batch (Stratify, Algorithm 4).
+    """A request for the gradient of the summed loss of a batch's reserved samples (Stratify, Algorithm 4).
 
     Args:
         round: The epoch, counted from 1.
@@ -276,7 +276,7 @@ class LabelWeightedGradient(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The labels of which a client had no unused sample, and the summed loss over the samples used in training.
+    """The reply to ``Steps``: the labels without an unused sample, and the summed loss of the samples used in training.
 
     Args:
         missing: True for each label of the request on which the client did not train, because it had no unused sample
@@ -300,9 +300,9 @@ class Steps(Request):
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of the labels whose samples may all be used again, from this request on, int64.
-        fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
-            interrupted attempt at this epoch.
+        refill: The placeholders of the labels of which all samples may be used again from this request on, int64.
+        fresh: True for the client's first request of the epoch. The client then forgets which samples it drew in an
+            earlier, interrupted attempt at this epoch.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.
     """
 

@@ -42,13 +42,13 @@ class StratifyState:
 class Stratify(Method):
     """Trains one epoch per round on a random schedule of labels, so that every batch contains a mixture of classes.
 
-    The schedule is a random sequence of labels. At each position of the schedule, a client trains on one of its samples
+    The schedule is a random sequence of labels. For each label in the schedule, a client trains on one of its samples
     with this label. In mode ``batch``, a batch consists of samples of many clients. For each batch, the server takes
     one step with the mean gradient of the batch's samples, as in centralised training on these samples. In mode
     ``single``, the model travels from client to client, and each client takes one SGD step per sample.
 
-    In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
-    client's samples of each label get a random order of arrival. The last samples (the fraction ``stream``) arrive in
+    In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. For each
+    client and label, the samples' order of arrival is random. The last samples (the fraction ``stream``) arrive in
     equal portions, one portion per round of single-sample mode. All other samples are available from the start.
     Portions are rounded down, and a client may use a sample twice to fill the schedule.
 
@@ -62,9 +62,9 @@ class Stratify(Method):
             samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to weight a sample's loss by p / q, for its label's fractions of all samples (p) and the
-            epoch's samples (q). Only for ``mode = "batch"``.
-        cap: Maximum number of samples per label in an epoch, with ``schedule = "capped"``. Default: the median over the
+        label_weights: Whether to multiply a sample's loss by p / q. The sample's label has the fraction p of all
+            samples, and the fraction q of the epoch's samples. Only for ``mode = "batch"``.
+        cap: Maximum number of samples per label in an epoch if ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
             ``weighted`` by their numbers of samples with this label.
@@ -79,10 +79,9 @@ class Stratify(Method):
             single-sample mode. Larger chunks mean fewer transfers of the model.
         retain: In single-sample mode, fraction of a label's clients that may train on the label within a chunk.
             Larger values mean fewer transfers, but favour clients with many labels.
-        pretraining: Number of initial rounds that use batch mode, with ``mode = "hybrid"``. Default: half of all
-            rounds.
-        stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``), with
-            ``mode = "hybrid"``.
+        pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half of all rounds.
+        stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
+            = "hybrid"``.
         masking: How labels are hidden from the server: not at all (``none``), as keyed hashes (``prf``) or by
             encryption (``ckks``).
     """

@@ -30,7 +30,7 @@ class Roster:
       A *refill* makes all samples of the label usable again.
 
     Args:
-        federation: The federation, which lists the available clients and records events.
+        federation: The federation, which knows the available clients and records events.
         holders: The clients with samples of each placeholder's label.
         weighted: True to draw clients in proportion to their numbers of samples; False for uniform draws.
         window: The range of samples that a client may use: two fractions (from, to) in [0, 1]. The client's samples of
@@ -89,8 +89,8 @@ class Roster:
 
         Args:
             place: The index of the label's placeholder in ``holders.placeholders``.
-            positions: The number of positions of the schedule that need a sample of the label. An event reports this
-                number if no holder is present.
+            positions: The number of positions of the schedule that need a sample of the label. If no holder is present,
+                an event contains this number.
 
         Returns:
             True if at least one client with samples of the label is present.
@@ -112,7 +112,7 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels whose samples the client may all use again, as indices into ``holders.placeholders``.
+            refill: The labels of which the client may use all samples again, as indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

@@ -1,7 +1,7 @@
-"""Draw the order of the labels in an epoch (the schedule), and list, for each label, the clients with samples.
+"""Draw the order of the labels in an epoch (the schedule), and find the clients with samples of each label.
 
 The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
-label.
+position's label.
 
 A *placeholder* is a number that stands for a label, so that the server does not need to know the label.
 """
@@ -27,7 +27,7 @@ class Holders:
 
     Args:
         placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
-            arrays of the server represent a placeholder by its *place*, which is its index in this array.
+            arrays of the server represent a placeholder by its *place*, which is the placeholder's index in this array.
         offsets: The indices at which each placeholder's entries begin in ``clients`` and ``counts``, shape (P + 1,).
             The last offset is the length of ``clients`` and ``counts``.
         clients: The holders of the first placeholder, then the holders of the second placeholder, and so on, shape
@@ -42,7 +42,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """Find, from the clients' reports, the holders of each label."""
+        """Find the holders of each label in the clients' reports."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)
@@ -95,7 +95,7 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 def label_weights(totals: Ints, frequency: Ints) -> Floats:
     """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of each label l that compensates for its frequency f_l.
 
-    The schedule draws label l with the probability f_l / Σ f. The fraction of the samples with this label is n_l / Σ n.
+    An entry of the schedule has label l with the probability f_l / Σ f. In the data, the label's fraction is n_l / Σ n.
     With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
     These weights are not part of the paper.
 

@@ -97,7 +97,7 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Divide a schedule into tasks: consecutive positions that one client trains in one chunk (Algorithm 3, line 8).
+    """Divide a schedule into tasks: consecutive positions of one chunk with the same client (Algorithm 3, line 8).
 
     Args:
         owner: For each position of the schedule, the id of its client, shape (L,); −1 for positions without a client.
@@ -231,20 +231,20 @@ def select_batches(
 
 
 def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, generator: np.random.Generator) -> Ints:
-    """Draw, for each group (the positions of one label in one batch), up to ``most`` clients without replacement.
+    """For each group (the positions of one label in one batch), draw up to ``most`` clients without replacement.
 
     Args:
         groups: True for the groups for which clients are drawn, shape (G,).
         clients: The number of clients.
-        shares: The weight of each client, shape (``clients``,); None for uniform draws. A weighted draw gives each
-            client a random key Exp(1) / share, and draws the clients with the smallest keys (Efraimidis and Spirakis
-            2006).
+        shares: The weight of each client, shape (``clients``,); None for uniform draws. For a weighted draw, each
+            client gets a random key Exp(1) / share, and the clients with the smallest keys are drawn (Efraimidis and
+            Spirakis 2006).
         most: The number of clients to draw for a group. If there are fewer clients, all clients are drawn.
         generator: The random generator.
 
     Returns:
         The indices of the clients in the order in which they were drawn, shape (G, min(``most``, ``clients``)); zeros
-        for groups without a draw.
+        for groups for which no client is drawn.
     """
     most = min(most, clients)
     orders = np.zeros((len(groups), most), dtype=np.int64)

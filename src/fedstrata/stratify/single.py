@@ -91,7 +91,7 @@ class Task:
     Args:
         client: The client's id.
         places: The label of each of these entries, shape (n,).
-        refill: The labels whose samples the client may all use again.
+        refill: The labels of which the client may use all samples again.
     """
 
     client: int
@@ -100,7 +100,7 @@ class Task:
 
 
 class Route:
-    """Plans the path of the model from client to client, with the remaining schedule and a queue of tasks.
+    """Plans the path of the model from client to client, and stores the remaining schedule and a queue of tasks.
 
     The schedule is cut into chunks of consecutive positions. The server chooses the clients of several chunks in
     advance, because the choice depends only on the available clients. The server repeats the choice when a client

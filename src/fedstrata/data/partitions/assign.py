@@ -1,7 +1,7 @@
 """Compute partitions with pure functions on arrays.
 
-An *owner* is the client that has a sample. A *holding* is a pair of a client and a class such that the client has
-samples of the class.
+The *owner* of a sample is the client that has this sample. A *holding* is a pair of a client and a class of which this
+client has samples.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    Numbers of samples are rounded at random. A client's expected number of samples is therefore exactly proportional to
-    its share.
+    The numbers of samples are rounded at random. A client's expected number of samples is therefore exactly
+    proportional to its share.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, shape (samples,).
@@ -66,7 +66,8 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
-        sizes: The number of samples of each client, shape (N,). The sum must be the total number of samples.
+        sizes: The number of samples of each client, shape (N,). These numbers must add up to the total number of
+            samples.
         log_mix: The logarithms of each client's class probabilities, shape (N, C).
         rng: The random generator.
 
@@ -134,12 +135,12 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator that chooses each client's samples, and the clients that get one sample more than
-            others.
+        rng: The random generator. It determines which samples each client gets, and which clients get an additional
+            sample.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
-        The owner of every sample, as an array of shape (samples,). The value is −1 for samples beyond the quotas.
+        The owner of every sample, as an array of shape (samples,). For samples that exceed the quotas, the owner is −1.
     """
     classes = int(codes.max()) + 1
     pool, starts, _ = by_class(codes, classes, rng)

@@ -1,4 +1,4 @@
-"""Define the base class and the registry of partition schemes, and the class of their results."""
+"""Define the base class, the registry and the result class of partition schemes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
 
 UNUSED = -1
-"""The value in arrays of owners for samples without a client."""
+"""In arrays of owners, the value for samples without a client."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Divide samples by the client ids in the data, or give samples to a single client as a baseline."""
+"""Divide samples according to the client ids in the data, or give samples to a single client as a baseline."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 
 
 class Natural(Partition):
-    """One client for each client id in the data, such as a hospital or device.
+    """One client, such as a hospital or device, for each client id in the data.
 
-    The ids are ``client_train`` in arrays and ``.npz`` files, the column ``data.client`` in a hub data set, or
-    ``data.schema.client`` in a table. Clients are numbered in the order of their ids.
+    Arrays and ``.npz`` files contain the ids in ``client_train``. For a hub data set, ``data.client`` is the name of
+    the column with the ids; for a table, ``data.schema.client``. Clients are numbered in the order of their ids.
 
     Args:
         clients: Number of clients to draw at random from the data. Default: all clients.
@@ -71,14 +71,14 @@ class Natural(Partition):
 class SingleClient(Partition):
     """One client trains on samples of another partition, as a baseline for federated training.
 
-    For centralised training, it has the samples of all clients in the other partition. For local training, it has the
-    samples of one of these clients.
+    For centralised training, the single client has the samples of all clients in the other partition. For local
+    training, it has the samples of one client in the other partition.
 
     Args:
         clients: Number of clients, which is always 1.
         of: Partition that first divides the samples among several clients.
-        only: Id (from 0) of the client whose samples are used, in the partition ``of``. Default: the samples of all
-            clients.
+        only: Id (from 0) of a client in the other partition. Only the samples of this client are used. Default: the
+            samples of all clients.
     """
 
     clients: Literal[1] = 1

@@ -126,7 +126,7 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
 
     Returns:
         The table. For up to 12 labels, the table has a column per label. For more labels, two columns show the client's
-        number of labels, and the percentage of its samples with the most frequent label.
+        number of labels, and the percentage of the client's samples that have its most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

@@ -44,7 +44,7 @@ class Dirichlet(Partition):
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
         balance: Distributions to draw. ``class``: each class's distribution over clients, so client sizes differ.
             ``client``: each client's distribution over classes, with equal client sizes (±1).
-        prior: Parameters of the Dirichlet distribution, with ``balance = "client"``. ``shares``: α times the class's
+        prior: Parameters of the Dirichlet distribution if ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
 
@@ -128,15 +128,15 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """The spec or a file lists the samples of each client.
+    """The samples of each client are listed in the spec or in a file.
 
     The lists need not contain all samples. All seeds use the same lists.
 
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
-        file: Path, relative to the spec or the working directory, of a ``.npz`` file that replaces ``indices``. Its
-            array ``indices`` lists the samples client by client. Its array ``offsets`` lists where each client begins
-            in ``indices``, followed by the length of ``indices``.
+        file: Path, relative to the spec or the working directory, of a ``.npz`` file that replaces ``indices``. One
+            array, ``indices``, lists the samples client by client. Another array, ``offsets``, contains each client's
+            first position in ``indices``, followed by the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()
@@ -186,7 +186,7 @@ class Given(Partition):
         return [np.array(part, dtype=np.int64) for part in self.indices]
 
     def packed(self) -> bytes:
-        """Return the content of a ``.npz`` file with these indices, for the setting ``file``."""
+        """Return the indices in the form of a ``.npz`` file, for the setting ``file``."""
         lists = Assignment.from_lists([np.array(part, dtype=np.int64) for part in self.indices])
         content = io.BytesIO()
         np.savez(content, indices=lists.indices, offsets=lists.offsets)

@@ -52,7 +52,7 @@ class Task(Setting):
     """The default metrics of an evaluation. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries in the result of ``rows`` that an evaluation adds up over samples to compute metrics."""
+    """The entries in the result of ``rows`` whose sums over all samples are needed to compute metrics."""
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""
@@ -110,8 +110,8 @@ class Task(Setting):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        An evaluation sums the entries in ``tables`` over all samples, and computes metrics from the sums. The entries
-        ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
+        An evaluation adds up the entries in ``tables`` over all samples, and computes metrics from the sums. The
+        entries ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Task(Setting):
         return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:
-        """Return a sort key per sample, shape (N,). Held-out samples are chosen evenly along this order."""
+        """Return a sort key per sample, shape (N,). Held-out samples are chosen at regular intervals in this order."""
         return np.zeros(len(targets), dtype=np.int64)
 
     @property
@@ -159,7 +159,7 @@ class Task(Setting):
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values to count for ``fitted``, shape (N,); None if frequencies are not needed."""
+        """Return the values whose frequencies ``fitted`` needs, shape (N,); None if frequencies are not needed."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
@@ -185,7 +185,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata if the task has none."""
+    """Return the error for a setting that needs strata, if the task does not define strata."""
     problem = f"needs classes, but the task {task.name!r} has no classes. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 

@@ -168,7 +168,7 @@ def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
     """Return the boundaries between ranges with equally many values. If values are tied, the ranges may differ in size.
 
     Args:
-        counts: The V distinct values in ascending order, and how often each value occurs, shape (V, 2).
+        counts: The V distinct values in ascending order, with their frequencies, shape (V, 2).
         bins: The number of ranges.
 
     Returns:

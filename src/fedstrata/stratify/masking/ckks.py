@@ -80,7 +80,7 @@ def _exact(context: Any) -> None:
 
 
 class Sealer:
-    """Encrypts numbers, and adds and multiplies ciphertexts, with a public key. Public keys cannot decrypt.
+    """Uses a public key to encrypt numbers, and to add and multiply ciphertexts. Public keys cannot decrypt.
 
     Args:
         public: A serialised context without the secret key.
@@ -117,7 +117,8 @@ class Sealer:
 
         Args:
             values: At most ``Parameters.slots`` numbers.
-            product: Whether to use the squared scale of products. The ciphertext can then be added to a product.
+            product: Whether to use the squared scale that products have, so that the ciphertext can be added to a
+                product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
@@ -132,7 +133,7 @@ class Sealer:
             product: Whether the ciphertext must have the scale of a product.
 
         Raises:
-            ReplyRefusedError: The bytes are not a ciphertext, or its size, scale or level is wrong.
+            ReplyRefusedError: The bytes are not a ciphertext, or the ciphertext's size, scale or level is wrong.
         """
         if not 0 < len(data) <= LARGEST:
             raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, but must have 1 to {LARGEST}")

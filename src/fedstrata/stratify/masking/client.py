@@ -52,7 +52,7 @@ def presented(client: Client) -> tuple[Ints, Ints]:
     """Return a client's labels in random order, and the number of samples of each label, both of shape (L,).
 
     The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are omitted,
-    and are never trained.
+    and are never used for training.
     """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
@@ -115,7 +115,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Decrypt scrambled differences between the client's labels and the server's list, and report the zeros."""
+    """Decrypt scrambled differences between the client's labels and the server's list, and report which are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -160,6 +160,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report, for each label of the client, the client's fraction of all clients' samples with this label."""
+    """For each label of the client, report which fraction of all samples with this label the client has."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

@@ -1,7 +1,7 @@
 """Count samples under encryption: the server adds up encrypted counts, and a client decrypts the totals.
 
-A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. Clients know each
-placeholder by another, random number, which is called its *name*.
+A *placeholder* is a number that stands for a label. On the server, the placeholders are 0 … P − 1. Clients know each
+placeholder by a random number, which is called the placeholder's *name*.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
         held: A mapping from each client to its placeholders, in the server's numbering.
-        names: The random number that each placeholder has for clients, shape (P,).
+        names: The random number by which clients know each placeholder, shape (P,).
 
     Returns:
         Two values: the entries of ``held`` for the clients that replied, and the encrypted number of these clients'
@@ -56,9 +56,9 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
     Args:
         federation: The federation, through which the server sends requests to clients.
-        pages: The ciphertexts of the totals, which are sorted by name.
+        pages: The ciphertexts, which contain the totals sorted by name.
         held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
-        names: The random number that each placeholder has for clients, shape (P,).
+        names: The random number by which clients know each placeholder, shape (P,).
 
     Returns:
         The totals, shape (P,).
@@ -86,8 +86,8 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        For each client that replied, its counts, in the order of its placeholders. If the counts contradict a total,
-        the mapping is empty.
+        A mapping from each client that replied to its counts, in the order of its placeholders. If the counts
+        contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
     counts: Held = {}

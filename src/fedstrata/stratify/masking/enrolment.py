@@ -1,7 +1,7 @@
-"""Enrol clients: the server learns sample counts and which clients have labels in common, but not the labels.
+"""Enrol clients: the server learns sample counts, and which clients share labels, but does not learn the labels.
 
 The server enrols clients before the first round, and whenever further clients join. A *placeholder* is a number that
-stands for a label. The server numbers placeholders in the order in which it discovers their labels. The order does not
+stands for a label. The server assigns placeholders in the order in which it discovers the labels. The order does not
 depend on the mode of masking, so masking does not change the training. Clients know the placeholders only by random
 numbers (*names*), because the server's own numbers would reveal which client added a label. Neither this module nor its
 imports can access a secret key.
@@ -61,7 +61,7 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """Return, for each placeholder (a number that stands for a label), its clients and their sample counts.
+        """For each placeholder (a number that stands for a label), return its clients and their sample counts.
 
         The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
         that did not report their counts.
@@ -98,7 +98,7 @@ class OpenRegister:
 
 @record("TagRegister")
 class TagRegister:
-    """The keyed hashes of the labels, which the server knows with ``masking = "prf"``.
+    """The keyed hashes of the labels, which the server knows if ``masking = "prf"``.
 
     Args:
         keys: The clients' public keys.
@@ -140,14 +140,16 @@ def enrol(
         federation: The federation, through which the server sends requests to clients.
         masking: The form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares encrypted labels.
-        weighted: Whether clients also report their fraction of all samples of each label.
-        before: The result of an earlier enrolment; None for the first enrolment. The server asks only clients that are
-            not enrolled yet, and placeholders keep their labels.
+        weighted: Whether each client also reports, for each of its labels, which fraction of all samples with this
+            label it has.
+        before: The result of an earlier enrolment; None for the first enrolment. After an earlier enrolment, the server
+            asks only clients that are not enrolled yet, and placeholders keep their labels.
         watch: A function that is called with a phase's name when the phase begins. The phases are "unique list" (find
             all labels), "mapping" (find each client's labels) and "counts".
 
     Returns:
-        The enrolled clients, which replied to every request. Events record why all other clients are missing.
+        The enrolled clients, which replied to every request. For each client that is missing, an event contains the
+        reason.
 
     Raises:
         QuorumError: No client replied, or no client could decrypt the totals.
@@ -244,7 +246,7 @@ def _names(before: Roll | None, size: int) -> Ints:
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Ask clients one by one until the list of labels has all classes. Then compare all other clients with the list."""
+    """Ask clients one by one until the list has all classes. Then compare all other clients' labels with the list."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")
@@ -254,12 +256,12 @@ def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Hel
 def _counted(
     federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
 ) -> tuple[Held, Ints, Held]:
-    """Add up encrypted sample counts, and let a client decrypt the sums. Weighted selection also needs fractions.
+    """Add up encrypted sample counts, and let a client decrypt the sums. Weighted selection also asks for fractions.
 
     Returns:
-        Three values: the placeholders (numbers that stand for labels) of each client that replied, the number of
-        samples of each placeholder over all clients, shape (P,), and the sample counts of each client. The last value
-        is empty if selection is not weighted.
+        Three values: the placeholders (numbers for labels) of each client that replied, the total number of samples of
+        each placeholder, shape (P,), and the sample counts of each client. The last value is empty if selection is not
+        weighted.
     """
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)

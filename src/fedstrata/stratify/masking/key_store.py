@@ -53,7 +53,7 @@ class Keys:
 
     @classmethod
     def make(cls) -> Keys:
-        """Make new keys from the operating system's randomness: the experiment's seed is not secret."""
+        """Make new keys from the operating system's randomness, because the experiment's seed is not secret."""
         parts = (*generate(COUNTING), *generate(COMPARING), secrets.token_bytes(KEY_SIZE))
         return cls(dict(zip(cls._NAMES, parts, strict=True)))
 
@@ -79,7 +79,7 @@ class Keys:
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
-        """Write the keys to a file that only its owner may read, in ``folder``, and return the file's path.
+        """Write the keys to a file in ``folder`` that only the file's owner may read, and return the file's path.
 
         Raises:
             DataError: The folder already contains a key file.
@@ -132,7 +132,7 @@ class KeyRing:
     The keys come from one of three places:
 
     - In simulations in one process, the keys are in memory. The first client that is asked makes the keys.
-      ``folder`` is then None.
+      In this case, ``folder`` is None.
 
     - In simulations in several processes, the first client that is asked writes the key file. In this case, ``folder``
       is set and ``create`` is True.

@@ -314,7 +314,7 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """A client's fraction of all clients' samples, for each label of the client.
+    """For each label of a client, the fraction of all samples with this label that the client has.
 
     Args:
         shares: The client's number of samples of each label, divided by the number of samples over all clients,
@@ -326,10 +326,10 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request for a client's fraction of all clients' samples, for each of its labels.
+    """A request to report, for each label of the client, which fraction of all samples with this label the client has.
 
-    The fraction is the client's number of samples divided by the number over all clients. Only weighted selection needs
-    this fraction.
+    The fraction is the client's number of samples divided by the number of samples over all clients. Only weighted
+    selection needs this fraction.
 
     Args:
         totals: The number of samples over all clients, for each of the client's labels, int64, shape (L,).

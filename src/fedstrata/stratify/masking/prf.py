@@ -31,6 +31,6 @@ def tag(key: bytes, name: str) -> bytes:
 
 
 def order_seed(key: bytes, seed: int) -> int:
-    """Derive a seed from the experiment's seed and the key, without which nobody can guess the result."""
+    """Derive a seed from the experiment's seed and the key. Without the key, nobody can guess the result."""
     digest = hmac.digest(key, b"fedstrata/order/" + str(seed).encode(), hashlib.sha256)
     return int.from_bytes(digest[:8], "big")

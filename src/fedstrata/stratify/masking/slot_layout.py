@@ -3,11 +3,10 @@
 A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains all clients' labels, each label
 exactly once. One subtraction of ciphertexts compares several labels of a client with a ciphertext of the list. For this
 comparison, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
-ciphertext of the list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext
-of a client, each row contains the code of one of its labels, which is the same in all columns. A client with more
-labels than rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several
-ciphertexts, called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. Labels never have these
-two codes.
+ciphertext of the list, each *column* contains the code of one entry, repeated in all *rows*. In a ciphertext of a
+client, each row contains the code of one label of the client, repeated in all columns. A client with more labels than
+rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several ciphertexts,
+called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. Labels never have these two codes.
 
 A client must learn only whether a difference d is zero. Multiplying d by a random number r is not enough, because the
 product r·d of real numbers still reveals the magnitude of d. The server therefore computes
@@ -83,7 +82,7 @@ class SlotLayout:
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """Return the number of ciphertexts (sheets, at least 1) for a client's number of labels."""
+        """Return the number of ciphertexts (sheets, at least 1) for a client with this number of labels."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:

@@ -205,7 +205,7 @@ class UniqueList:
     ) -> dict[ClientId, Any]:
         """Send requests to clients, and return all replies.
 
-        If only one client is asked and raises an exception, the exception counts as a missing reply.
+        If only one client is asked and raises an exception, the exception is treated as a missing reply.
         """
         if len(clients) == 1:
             ((client, single),) = Requests.of(clients, request).items()
