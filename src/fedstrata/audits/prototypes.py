@@ -237,8 +237,8 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         for number, group in enumerate([own, *(generator.choice(own, size, replace=False) for size in sizes)]):
             images = view.pixels.images(torch.from_numpy(group))
             if is_sent := number == 0:
-                # The prototype that the client sent may be the mean of fewer images than are in ``group``, because a
-                # data sampler may have left some images out.
+                # The client's prototype may be the mean of fewer images than ``group`` has, because a data sampler may
+                # have left some images out.
                 size, feature = int(sent.table["samples"][label]), sent.table["means"][label]
             else:
                 size = len(group)

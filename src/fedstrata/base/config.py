@@ -104,8 +104,8 @@ class Setting(BaseModel):
             except ValidationError as error:
                 raise explain(error, type(self)) from None
 
-        # This attribute makes pydantic validate nested settings without their __init__, so that errors show the whole
-        # key.
+        # With this attribute, pydantic validates nested settings without their __init__. Errors then show the whole
+        # key, such as training.lr.
         __init__.__pydantic_base_init__ = True
 
     @field_validator("*", mode="before")

@@ -34,7 +34,7 @@ def shift_and_scale(train: Tensor, normalize: Normalize) -> tuple[Tensor | None,
     # otherwise be lost to rounding if the mean is large.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-    # Inputs that are not large keep the chunk size of earlier versions, because another size would round the sums
+    # For inputs that are not large, keep the chunk size of earlier versions. Another size would round the sums
     # differently, and so change earlier results.
     large = flat.numel() > 1 << 26
     for chunk in torch.split(flat, min(1 << 20, max(1, (1 << 21) // width)) if large else 1 << 20):

@@ -55,7 +55,8 @@ once (CPython issue 106905). Intact files then seem damaged.
 
 
 with warnings.catch_warnings():
-    # Pydantic warns because the fields `name` and `schema` replace an attribute of `Setting` and a method of pydantic.
+    # Pydantic warns, because the field `name` replaces an attribute of `Setting`, and `schema` replaces a method of
+    # pydantic.
     warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
@@ -86,7 +87,7 @@ with warnings.catch_warnings():
         normalize: Normalize = "standard"
         limit: PositiveInt | None = None
         client: str | None = None
-        schema: Annotated[Schema | None, from_word(Schema, "label")] = None  # type: ignore[assignment]  # see above
+        schema: Annotated[Schema | None, from_word(Schema, "label")] = None  # type: ignore[assignment]  # replaces a method of pydantic
         shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=3)] | None = None
         classes: PositiveInt | None = None
         range: tuple[float, float] | None = None

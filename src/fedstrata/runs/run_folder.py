@@ -172,7 +172,8 @@ class RunFolder:
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage} The damaged file was renamed and kept.")
-            # A run that starts from the beginning repeats round 0 (the method's ``init``), so remove its events too.
+            # A run that starts from the beginning repeats round 0 (the method's ``init``), so remove the events of
+            # round 0 too.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):

@@ -161,7 +161,7 @@ class Progress:
     def write(self) -> None:
         """Write the progress to the file, if a file was given."""
         if self._path is not None:
-            # Without the lock, one thread could replace a newer table by an older table of another thread.
+            # Without the lock, a thread could replace another thread's newer table by its own older table.
             with self._writing:
                 _write(self._path, self.table())
 
