@@ -171,8 +171,7 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    # The number of threads is set as in the run, because a repeated round gives the same bits only with the same number
-    # of threads.
+    # Use the run's number of threads. With another number, a repeated round does not give the same bits.
     with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:

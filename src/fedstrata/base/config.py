@@ -293,7 +293,7 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     """Convert a pydantic error to a ``SpecError`` that describes the first problem."""
-    # Unknown keys come first, because a misspelt key may be the reason why another key is missing.
+    # Report unknown keys first, because a misspelt key may be the reason why another key is missing.
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]
     key = ".".join(path)

@@ -55,7 +55,7 @@ class LocalEngine(Engine):
         device = context.cached(on_device).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
-        # A process that uses a GPU, or several threads for one operation, is not forked, because the fork could hang.
+        # Do not fork a process that uses a GPU, or several threads for one operation, because the fork could hang.
         forks = context.config.training.threads == 1 and device == CPU and can_fork()
         self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None

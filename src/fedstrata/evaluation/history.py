@@ -427,7 +427,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}. Restore the file.") from error
     checksum = None
-    # Ignore a damaged model.json, because functions that need the file report it.
+    # Ignore a damaged model.json, because functions that need the file report the damage.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):

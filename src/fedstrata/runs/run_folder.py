@@ -253,8 +253,8 @@ class RunFolder:
         if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
         if round == self._saved:
-            # A second checkpoint of this round would replace the first, but lack the states that the first contains,
-            # because only changed states are saved.
+            # Only changed states are saved. A second checkpoint of this round would replace the first checkpoint, but
+            # lack the states that are in it.
             return
         self._saved = round
         simulation.engine.save(round)

@@ -178,7 +178,7 @@ class Progress:
                 try:
                     self.write()
                 except Exception as error:
-                    # Only log errors, because an error such as a full disk must not stop the run.
+                    # Only log errors. A full disk, for example, must not stop the run.
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return

@@ -192,8 +192,8 @@ class _Last:
 
 def _make_stepper(context: ClientContext, model: Model) -> Stepper:
     plain = AutogradStepper(context, model)
-    # Traced steps support neither clipping, which needs the norm over all gradients, nor buffers that change, as in
-    # BatchNorm.
+    # Traced steps support neither clipping (which needs the norm over all gradients) nor buffers that change (as in
+    # BatchNorm).
     if context.config.training.clip is None and not model.buffers():
         try:
             traced = TracedStepper(context, model)

@@ -235,7 +235,8 @@ def train(
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
     precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=training.precision == "bf16")
     if setup.prepares:
-        with precision():  # ``data.in_order`` returns the samples without augmentation
+        with precision():
+            # ``data.in_order`` returns the samples without augmentation.
             received = setup.objective.client_prepare(model, weights, data.in_order, message)
             context = setup.objective.client_init(model, replace(context, received=received))
     with ExitStack() as stack:
@@ -334,7 +335,7 @@ def _descend(
     names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
     device = next(iter(params.values())).device
-    # Parameters must not change inside ``with precision``, because autocast caches converted copies of parameters.
+    # autocast caches converted copies of parameters, so parameters must not change inside ``with precision``.
     precision = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
