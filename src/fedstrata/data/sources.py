@@ -87,7 +87,7 @@ with warnings.catch_warnings():
         normalize: Normalize = "standard"
         limit: PositiveInt | None = None
         client: str | None = None
-        schema: Annotated[Schema | None, from_word(Schema, "label")] = None  # type: ignore[assignment]  # replaces a method of pydantic
+        schema: Annotated[Schema | None, from_word(Schema, "label")] = None  # type: ignore[assignment]  # see above
         shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=3)] | None = None
         classes: PositiveInt | None = None
         range: tuple[float, float] | None = None

@@ -139,7 +139,6 @@ class FusedSteps:
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Take the remaining steps, and return the model and, for each task, a failure or a reply with the loss."""
         self._flush()
-        # If all tasks failed, return the model unchanged.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
         return self._stepper.weights() if moved else self._like, self._done
 
