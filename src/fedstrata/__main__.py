@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 if not sys.flags.safe_path:
-    # Remove the working directory, which Python puts into sys.path, because a file in it could replace an installed
-    # module. Only commands that may load a user's own code add the directory again.
+    # Remove the working directory from sys.path. Otherwise, a file in this directory could replace an installed module.
+    # Only commands that may load a user's own code add the directory again.
     del sys.path[0]
 
 from fedstrata.cli import main

@@ -224,8 +224,8 @@ class Echoes(Remembering):
             length = math.sqrt(squared_norm(update))
             if length > self.clip:
                 update = {name: total * (self.clip / length) for name, total in update.items()}
-            # Store the model of the last round with replies only now, because a recipe may have changed the model after
-            # this method returned it.
+            # Store the model of round ``newest`` now, and not when this method returned it, because a recipe may have
+            # changed the model since then.
             models, last = {**models, newest: weights}, last.copy()
             last[clients], newest = t, t
             models = {round: model for round, model in models.items() if round in last}

@@ -84,7 +84,7 @@ class RobustAggregator(Aggregator):
         for name, buffer in weights.buffers.items():
             if name in floats:
                 buffers[name] = buffer + moved[name]
-            else:  # an integer buffer (a counter): PyTorch's median is one of the values, and so also an integer
+            else:  # an integer buffer (a counter); PyTorch's median is one of the values, so it is an integer too
                 buffers[name] = torch.stack([model.buffers[name] for model in models]).median(dim=0).values
         return Weights(params, buffers), state
 

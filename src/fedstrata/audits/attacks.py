@@ -94,8 +94,8 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
     """
     features, images = view.for_training
     mean = features.mean(dim=0)
-    # All components are scaled by the same factor. If each component were scaled to unit variance, a component that is
-    # almost always 0 could become huge.
+    # Scale all components by the same factor. If each component had its own factor, a component that is almost always 0
+    # could become huge.
     scale = 1 / (features - mean).square().mean().sqrt().clamp(min=1e-6)
     purpose = f"audit-{kind.__name__}"
     with torch_seeded(seed, purpose, client=client):

@@ -129,8 +129,8 @@ class Tap(LocalEngine):
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue
-            # Reservoir sampling, separately for each number of samples: the nth gradient replaces one of the ``parts``
-            # stored gradients with probability parts / n.
+            # Reservoir sampling, with one reservoir per number of samples: the nth gradient replaces one of the
+            # ``parts`` stored gradients with probability parts / n.
             place = len(kept) if len(kept) < self.parts else int(self._generator.integers(self.counts[len(places)]))
             if place >= self.parts:
                 continue
@@ -419,7 +419,7 @@ class Layers:
                 last,
             )
         linear = isinstance(begin, nn.Linear) and begin.in_features == features and begin.bias is not None
-        # The name of a layer is empty if the layer is the whole model.
+        # If a layer is the whole model, its name is empty, and parameter names have no prefix.
         first, last = (f"{name}." if name else "" for name in (first, last))
         return cls(f"{last}bias", (f"{first}weight", f"{first}bias") if linear else None)
 

@@ -128,8 +128,8 @@ class CanaryTap(UpdateTap):
             self.asked += 1
             outcome = self.audited.ask({self.client: requests[self.client]}, together=False)[self.client]
             if isinstance(outcome, FitReply):
-                # The reply must contain the numbers of samples without canaries, as in the audited run. The aggregation
-                # may use these numbers as weights.
+                # Report the numbers of samples without canaries, as in the audited run, because the aggregation may use
+                # these numbers as weights.
                 samples = len(self.context.assignment[self.client])
                 outcome = replace(outcome, samples=samples, seen=min(outcome.seen, samples * outcome.steps))
             outcomes[self.client] = outcome

@@ -171,8 +171,7 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    # The number of threads is set as in the run, because a repeated round gives the same bits only with the same number
-    # of threads.
+    # Use the run's number of threads. With another number, a repeated round does not give the same bits.
     with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
@@ -237,8 +236,8 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         for number, group in enumerate([own, *(generator.choice(own, size, replace=False) for size in sizes)]):
             images = view.pixels.images(torch.from_numpy(group))
             if is_sent := number == 0:
-                # The prototype that the client sent may be the mean of fewer images than are in ``group``, because a
-                # data sampler may have left some images out.
+                # The client's prototype may be the mean of fewer images than ``group`` has, because a data sampler may
+                # have left some images out.
                 size, feature = int(sent.table["samples"][label]), sent.table["means"][label]
             else:
                 size = len(group)

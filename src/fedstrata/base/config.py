@@ -104,8 +104,8 @@ class Setting(BaseModel):
             except ValidationError as error:
                 raise explain(error, type(self)) from None
 
-        # This attribute makes pydantic validate nested settings without their __init__, so that errors show the whole
-        # key.
+        # With this attribute, pydantic validates nested settings without their __init__. Errors then show the whole
+        # key, such as training.lr.
         __init__.__pydantic_base_init__ = True
 
     @field_validator("*", mode="before")
@@ -293,7 +293,7 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     """Convert a pydantic error to a ``SpecError`` that describes the first problem."""
-    # Unknown keys come first, because a misspelt key may be the reason why another key is missing.
+    # Report unknown keys first, because a misspelt key may be the reason why another key is missing.
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]
     key = ".".join(path)

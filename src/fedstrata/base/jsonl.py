@@ -61,7 +61,7 @@ class Log:
             with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, self._mode)) as file:
                 file.write(data)
         except OSError as error:
-            error.filename = str(self.path)  # errors such as a full disk do not name the file
+            error.filename = str(self.path)  # some errors, for example about a full disk, do not name the file
             raise
         self.last, self.size = last, self.size + len(data)
 
@@ -159,8 +159,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         try:
             record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
-            # Ignore an incomplete last line, which a process leaves if it is killed while it writes. Report zero bytes,
-            # which a power cut can leave, as damage.
+            # A process that is killed while it writes leaves an incomplete last line: ignore it. A power cut can leave
+            # zero bytes: report them as damage.
             if number == len(lines) and b"\0" not in line:
                 return
             raise DataError(f"{path}, line {number} is not a JSON object. {REPAIR}") from None
@@ -206,7 +206,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        # Errors such as a full disk do not name the file.
+        # Some errors, for example about a full disk, do not name the file.
         error.filename, error.filename2 = (
             str(path),
             None,
@@ -236,7 +236,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     """Return False only if it is certain that no process has this id."""
-    if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
+    if os.name == "posix":  # on Windows, os.kill would send Ctrl-C to the process
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

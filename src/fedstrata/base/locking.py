@@ -43,5 +43,5 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink()  # a process that waits for the lock creates a new file
+            (folder / LOCK).unlink()  # harmless: a process that waits for the lock creates a new file
         lock.release()

@@ -75,8 +75,8 @@ class Worker:
         program = sys.modules["__main__"]
         try:
             if not fork:
-                # A new process imports __main__, and so would run a script again that has no main guard. An empty
-                # module prevents this.
+                # A spawned process imports __main__. It would therefore run a script without a main guard again. An
+                # empty module prevents this.
                 sys.modules["__main__"] = ModuleType("__main__")
             with warnings.catch_warnings():
                 # Ignore Python's warning that other threads may hold locks during the fork. Workers do not use these
@@ -89,7 +89,7 @@ class Worker:
 
     def send(self, message: object) -> None:
         """Send a message to the worker."""
-        with suppress(OSError):  # if the worker has ended, ``receive`` raises the error
+        with suppress(OSError):  # if the worker has ended, ``receive`` raises EOFError
             self.connection.send(message)
 
     def receive(self) -> Any:
@@ -123,8 +123,8 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    # A fork inherits the file descriptor that a signal writes to. Without a reset, signals to this process would wake
-    # the event loop of the parent process, for example of a notebook.
+    # A fork inherits the file descriptor that Python writes to when a signal arrives. Without this reset, signals to
+    # this process would wake the parent's event loop, for example in a notebook.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -229,8 +229,8 @@ def _serve(connection: Connection) -> None:
 
 def _do(task: Task, connection: Connection) -> None:
     """Run a single task in a fork."""
-    # A fork does not inherit the threads of OpenMP. With more than one thread, an operation would wait for ever for the
-    # missing threads.
+    # A fork does not inherit OpenMP's threads. An operation with several threads would wait for ever for the missing
+    # threads.
     prepare_process(1)
     with threadpoolctl.threadpool_limits(1), ending_in_order():
         connection.send(_error_of(task))

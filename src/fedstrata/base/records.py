@@ -75,7 +75,7 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
     def declare(cls: type[T]) -> type[T]:
         new = dataclasses.dataclass(frozen=True)(cls)
         old = RECORDS.get(name, new)
-        # A notebook cell that runs twice declares the same class twice. Only an equal class may replace an older class.
+        # Accept an equal class, because a notebook cell that runs twice declares the same class twice.
         if old.__qualname__ != new.__qualname__ or fields_of(old) != fields_of(new):
             problem = f"{old.__module__}.{old.__qualname__} already has this wire name. Choose another name"
             raise ValueError(f"@record({name!r}) of {new.__module__}.{new.__qualname__}: {problem}.")

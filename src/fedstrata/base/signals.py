@@ -26,7 +26,7 @@ its lock.
 AGAIN = 0.01
 """The number of seconds after which SIGTERM is sent again, if Python ignored the exception that the signal raised."""
 
-_PR_SET_PDEATHSIG = 1  # the option of the system call prctl that sets the signal to receive when the parent ends
+_PR_SET_PDEATHSIG = 1  # an option of the system call prctl: the signal that a process receives when its parent ends
 
 
 class Terminated(SystemExit):
@@ -76,7 +76,7 @@ def ending_in_order() -> Iterator[None]:
     sender = threading.Thread(target=send_until_raised, name="fedstrata-sigterm", daemon=True)
 
     def send_again() -> None:
-        with suppress(RuntimeError):  # the thread has already been started
+        with suppress(RuntimeError):  # raised if the thread was already started
             sender.start()
 
     sys.unraisablehook = report_ignored

@@ -116,7 +116,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
         )
     try:
         arguments = list(inspect.signature(function).parameters.values())[given:]
-    except ValueError:  # some functions in C do not have a signature
+    except ValueError:  # some functions that are written in C do not have a signature
         arguments = []
     rows = [
         [

@@ -21,7 +21,8 @@ class Layout(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, READABLE))
-        # Without a minimum, argparse computes a column that is too narrow for the names of subcommands.
+        # Set a minimum width for the first column. The width that argparse computes is too small for the names of
+        # subcommands.
         self._action_max_length = 14
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:

@@ -179,7 +179,7 @@ def _is_reader_gone() -> bool:
 
     Discard further output, so that Python does not raise another error at exit.
     """
-    with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
+    with suppress(AttributeError, OSError, ValueError):  # Windows does not have poll, or standard output is not a file
         descriptor = sys.stdout.fileno()
         poll = select.poll()
         poll.register(descriptor, 0)

@@ -320,7 +320,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
         DataError: A label is not one of ``names``, or a name occurs twice.
     """
     if np.result_type(*pair).kind == "f":
-        # int64 and uint64 concatenate to float64, which rounds large labels to the same number.
+        # NumPy concatenates int64 and uint64 to float64, which would round different large labels to the same number.
         pair = (pair[0].astype(object), pair[1].astype(object))
     both = np.concatenate(pair)
     if names is None:

@@ -138,7 +138,7 @@ class OwnAugmentation(Augmentation):
                 trials = [self(data.inputs(slice(0, 2)), torch.Generator().manual_seed(0)) for _ in range(TRIALS)]
         except FedstrataError:
             raise
-        except Exception as error:  # a user's own function may raise anything
+        except Exception as error:  # a user's own function may raise any exception
             problem = f"fails on a batch of {_form(data.inputs(slice(0, 2)))}: {type(error).__name__}: {error}"
             raise SpecError(KEY, problem, self.path) from error
         if not all(_equal(trial, trials[0]) for trial in trials):

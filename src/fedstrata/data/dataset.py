@@ -180,8 +180,8 @@ class Dataset:
         stored = _take(inputs, indices)
         if self.keep:
             return stored
-        # Shift and scale are float64 if the inputs must not be rounded to float32 before they are normalised, because
-        # they would lose too many digits.
+        # Shift and scale are float64 if inputs would lose too many digits in float32. Normalise such inputs first, and
+        # round them afterwards.
         if self._rows is not None and self._rows[0].dtype == torch.float64:
             batch = (stored.double().flatten(1) - self._rows[0]).mul_(self._rows[1]).float().view(stored.shape)
         else:

@@ -38,7 +38,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     path, _, configuration = name.partition(":")
     try:
         splits = datasets.load_dataset(path, configuration or None)
-    except Exception as error:  # a wrong name or format and a network failure all raise different exceptions
+    except Exception as error:  # a wrong name, a wrong format and a network failure raise different exceptions
         first = str(error).strip().partition("\n")[0]
         raise DataError(
             f"{name!r} could not be loaded from Hugging Face. Check the name and the network connection. "

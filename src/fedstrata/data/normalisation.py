@@ -30,11 +30,11 @@ def shift_and_scale(train: Tensor, normalize: Normalize) -> tuple[Tensor | None,
     if normalize == "unit":
         low, span = flat.amin(0).double(), flat.amax(0).double() - flat.amin(0).double()
         return precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
-    # Process the rows in chunks to limit memory. Subtract the first row from all rows, because a small deviation would
-    # otherwise be lost to rounding if the mean is large.
+    # Process the rows in chunks to limit memory. Subtract the first row from all rows. Otherwise, if the mean is large,
+    # a small deviation would be lost to rounding.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-    # Inputs that are not large keep the chunk size of earlier versions, because another size would round the sums
+    # For inputs that are not large, keep the chunk size of earlier versions. Another size would round the sums
     # differently, and so change earlier results.
     large = flat.numel() > 1 << 26
     for chunk in torch.split(flat, min(1 << 20, max(1, (1 << 21) // width)) if large else 1 << 20):

@@ -55,7 +55,8 @@ once (CPython issue 106905). Intact files then seem damaged.
 
 
 with warnings.catch_warnings():
-    # Pydantic warns because the fields `name` and `schema` replace an attribute of `Setting` and a method of pydantic.
+    # Pydantic warns, because the field `name` replaces an attribute of `Setting`, and `schema` replaces a method of
+    # pydantic.
     warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
@@ -336,7 +337,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is not a file. Give a .npz file.")  # reading from a pipe could block for ever
         with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
-            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):  # NumPy would take other files for pickles
+            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):  # NumPy would treat other files as pickles
                 raise ValueError("its first bytes are wrong")
             file.seek(0)
             archive = np.load(file, allow_pickle=False)
@@ -381,7 +382,7 @@ def _read(name: str) -> Arrays:
         return _digits()
     for folder in folders():
         path = folder / f"{name}.npz"
-        with suppress(OSError):  # the name may be too long for a file
+        with suppress(OSError):  # raised if the name is too long
             if path.name == f"{name}.npz" and path.is_file():
                 return read_npz(path)
     looked = " and ".join(str(folder) for folder in folders())

@@ -190,7 +190,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
             raise DataError(f"{path}, line 1: {problem}").publicly(public)
         rows, lines, before = [], [], reader.line_num
         for row in reader:
-            if row:  # empty lines are skipped
+            if row:  # the reader returns an empty list for an empty line
                 if len(row) != len(names):
                     problem = (
                         f"the row has {len(row)} cells, but line 1 has {len(names)}. Correct one of the two lines."

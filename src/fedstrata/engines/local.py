@@ -56,7 +56,7 @@ class LocalEngine(Engine):
         device = context.cached(on_device).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
-        # A process that uses a GPU, or several threads for one operation, is not forked, because the fork could hang.
+        # Do not fork a process that uses a GPU, or several threads for one operation, because the fork could hang.
         forks = context.config.training.threads == 1 and device == CPU and can_fork()
         self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None
@@ -224,13 +224,13 @@ class LocalEngine(Engine):
         refuse_random(self.context.config)
         self._pending = {}
         numbers = sorted(requests)
-        # Put the models back into ``self._models`` only after all threads have ended. A stuck thread may still use its
-        # model, so the next group must not get this model.
+        # Take the models out of ``self._models`` until all threads have ended. A stuck thread may still use its model,
+        # so the next group must not get this model.
         models, self._models = self._models, []
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
-        # A client may wait for a sum without a timeout. If another client fails or ends, the waiting clients get an
-        # error. ``_run_group`` stops a group that is stuck.
+        # Sums do not need a timeout. If a client fails or ends, the clients that wait for it get an error.
+        # ``_run_group`` stops a group that is stuck.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
         outcomes: dict[ClientId, Reply | Failure] = {}
 
@@ -272,7 +272,7 @@ class LocalRelaySession:
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """Let one client change the model."""
-        # A client may have many hops, and storing a state takes time. New states are therefore stored only at the end.
+        # Keep the states here until the end, because a client may have many hops, and storing a state takes time.
         if client not in self._states:
             self._states[client] = self._engine.store.get(client)
         self._last = Client(client, self._engine.context, self._states[client])

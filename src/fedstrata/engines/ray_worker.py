@@ -67,7 +67,7 @@ class WorkerPayload:
         }
         empty: dict[str, Any] = {name: each(x, lambda tensor: tensor[:0].clone()) for name, x in tensors.items()}
         shell = dataclasses.replace(data, **empty)
-        # Workers do not run the user's program, so send them the Python classes of messages that it declares.
+        # Workers do not run the user's program, so send them the Python classes of messages that this program declares.
         declared = {name: cls for name, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
         # A worker starts no processes of its own and does not use the GPU.
         training = context.config.training.model_copy(update={"workers": 1, "device": "cpu"})

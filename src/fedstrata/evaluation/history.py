@@ -192,7 +192,7 @@ class History(Sequence[Record]):
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the summary, a curve of the primary metric, and the last rounds."""
-        from fedstrata.evaluation.card import card  # ``card`` imports this module, so it cannot be imported at the top.
+        from fedstrata.evaluation.card import card  # not imported at the top, because ``card`` imports this module
 
         return card(self)
 
@@ -404,7 +404,7 @@ def write_evaluations(history: History, folder: Path) -> None:
     """Write the confusion matrices and the results per client, if any, into a run folder."""
     matrices = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
     if matrices:
-        # Write a matrix per line, because indented JSON would have a line for each number.
+        # Write one matrix per line, because indented JSON would have a line for each number.
         lines = [f"{json.dumps(key)}: {json.dumps(jsonable(each))}" for key, each in matrices.items()]
         replace_file(folder / EVALUATIONS, ("{" + ",\n".join(lines) + "}\n").encode())
     if history.clients:
@@ -427,7 +427,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}. Restore the file.") from error
     checksum = None
-    # Ignore a damaged model.json, because functions that need the file report it.
+    # Ignore a damaged model.json, because functions that need the file report the damage.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):

@@ -529,7 +529,7 @@ class _Named(_OfRows):
         path: The path of the class or function.
     """
 
-    path: Annotated[str, Field(exclude=True)]  # Excluded, because the metric's name in a spec is the path.
+    path: Annotated[str, Field(exclude=True)]  # Excluded, because ``to_spec`` writes the path as the metric's name.
 
     @property
     @override

@@ -150,8 +150,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         raise SpecError(
             "--set", "a sweep needs a setting with several values. Give, for example, --set training.lr=0.01,0.1."
         )
-    # Labels show only the last part of a key, such as lr for training.lr. If two keys end with the same part, labels
-    # show whole keys.
+    # Labels show only the last part of a key, such as lr for training.lr. Keys with the same last part are shown whole.
     ends = [key.rpartition(".")[2] for key in grid]
     names = {key: end if ends.count(end) == 1 else key for key, end in zip(grid, ends, strict=True)}
     result: dict[str, Cell] = {}

@@ -182,8 +182,8 @@ class Exchanges:
         if self.clock is not None and self.log.round > 0:
             clients = self.clock.start({client: work.get(client, 0.0) for client in clients}, sizes, log)
             if model is not None:
-                # In a relay, the client sends the model to the next client, and its reply to the server takes no
-                # simulated time. Therefore, add this client's time to the clock now.
+                # In a relay, the client sends the model to the next client. Its reply to the server takes no simulated
+                # time, so add the client's time to the clock now.
                 self.clock.pass_time(log)
         which = {client: requests.which[client] for client in clients}
         return Requests(requests.distinct, which, work or requests.work)

@@ -301,7 +301,7 @@ class Federation:
         total = self.engine.ask_sum(reached)
         first = next(iter(reached.values()))
         if total is None or defect_of(total, first.check_reply, check) is not None:
-            # The caller then asks for individual replies, which show which client's reply is unusable.
+            # The caller then asks for separate replies, to find the client whose reply is unusable.
             return None
         self.engine.commit(reached)
         size = records.size(total)

@@ -26,8 +26,8 @@ class FedRep(Recipe):
 
     @override
     def parts(self) -> Parts:
-        # Use the plain mean of the bodies (all layers except the head), as in Algorithm 1. The authors' program weights
-        # each client's body by its number of samples.
+        # Use the plain mean of the bodies (all layers except the head), as in Algorithm 1. In the authors' program, the
+        # weight of a client's body is the client's number of samples.
         return {"objective": HeadThenBody(head_epochs=self.head_epochs), "aggregator": Mean()}
 
     def personal_objective(self) -> Objective:

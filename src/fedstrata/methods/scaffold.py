@@ -20,5 +20,5 @@ class SCAFFOLD(Recipe):
 
     @override
     def parts(self) -> Parts:
-        # The plain mean is Algorithm 1, line 16: x ← x + (η_g / |S|) Σ Δy.
+        # The plain mean corresponds to Algorithm 1, line 16: x ← x + (η_g / |S|) Σ Δy.
         return {"objective": Scaffold(), "aggregator": Mean()}

@@ -63,6 +63,6 @@ def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _to_default_format(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Images of one channel count as contiguous in both formats. ``x.contiguous()`` would therefore keep their strides,
-    # and convolutions, which derive the format from the strides, would use channels-last format.
+    # Images of one channel count as contiguous in both formats, so ``x.contiguous()`` would keep their strides.
+    # Convolutions derive the format from the strides, and would use the channels-last format.
     return tuple(x.flatten(1).view(x.shape) if isinstance(x, Tensor) and x.dim() == 4 else x for x in inputs)

@@ -161,8 +161,8 @@ class Model:
             params = {**_copies(self.untrained.changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
         args, named = ((x,), {}) if isinstance(x, Tensor) else ((), dict(x))
-        # Pass each tensor under all of its names, without PyTorch's option ``tie_weights``: if a submodule has two
-        # names, PyTorch would not restore its original parameters after the call.
+        # Pass each tensor under all of its names. PyTorch's option ``tie_weights`` would do this, but would not restore
+        # the original parameters of a submodule with two names after the call.
         return unwrapped(functional_call(self.module, {**params, **tied}, args, named, tie_weights=False))
 
     def with_features(self, params: Params, x: Inputs) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
             constant = model.untrained.sent.keys() - changed
     except SpecError:
         raise
-    except Exception as error:  # the user's own module may raise anything
+    except Exception as error:  # the user's own module may raise any exception
         shapes = tuple(x.shape) if isinstance(x, Tensor) else {name: tuple(part.shape) for name, part in x.items()}
         problem = f"fails in training mode on a batch of shape {shapes}: {type(error).__name__}: {error}"
         raise SpecError("model", problem, type(model.module).__name__) from error

@@ -147,7 +147,7 @@ def _conv(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
 def _norm(width: int, norm: Norm) -> nn.Module:
     if norm == "bn":
         return nn.BatchNorm2d(width)
-    # Use groups of 16 channels, which is the best size in table 3 of Wu and He 2018, but at least two groups.
+    # Use groups of 16 channels, the best size in table 3 of Wu and He 2018, but use at least two groups.
     return nn.GroupNorm(max(2, width // 16), width)
 
 

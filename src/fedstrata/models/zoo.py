@@ -233,7 +233,7 @@ def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Tr
             _try_out(module, name, shape, classes, trial)
     except FedstrataError:
         raise
-    except Exception as error:  # a user's own model may raise anything
+    except Exception as error:  # a user's own model may raise any exception
         problem = f"cannot be built for samples of shape {shape}: {type(error).__name__}: {error}"
         raise SpecError("model.name", problem, name) from error
     return Model(lay_out(module, shape) if isinstance(spec, Custom) else module)
@@ -283,7 +283,7 @@ def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Tr
     try:
         with torch.no_grad():
             logits = forward(module.eval(), x)
-    except Exception as error:  # a user's own module may raise anything
+    except Exception as error:  # a user's own module may raise any exception
         raise SpecError("model.name", f"fails on a batch of shape {described(shape)}: {error}", name) from error
     if not isinstance(logits, torch.Tensor) or form_of(logits):
         form = form_of(logits if isinstance(logits, torch.Tensor) else torch.empty(0))

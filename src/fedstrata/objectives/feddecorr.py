@@ -67,7 +67,7 @@ class Decorrelated(Objective):
         if not self.beta or len(batch.y) < 2:
             return super().loss(model, params, batch, context)
         features, outputs = model.with_features(params, batch.x)
-        # Use float32 in mixed precision too, because sums of squares need more digits than bfloat16 has.
+        # Use float32 even in mixed precision, because sums of squares need more digits than bfloat16 has.
         with torch.autocast(features.device.type, enabled=False):
             second = correlation(features.flatten(1).float())
         return context.task.mean_loss(outputs, batch.y) + self.beta * second

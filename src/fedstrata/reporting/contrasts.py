@@ -375,7 +375,7 @@ def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
     """Return the table for a terminal. If ``every`` is True, the table has all columns even in a narrow terminal."""
     headings, groups = _lines(table)
     rows = [row for title, lines in groups.items() for row in ([title], *lines)]
-    # Intervals of the means are the least important columns, which a narrow terminal leaves out first.
+    # The intervals of the means are the least important columns. A narrow terminal leaves them out first.
     order = sorted(range(1, len(headings) + 1), key=lambda column: (column == 2 and len(headings) > 2, column))
     return ScreenTable(["", *headings], rows, order=order, every=every, note=caption(table))
 

@@ -119,7 +119,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     scripts = [_asset(name) for name in names]
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    # These hashes make the browser run only these scripts, so a script in the name of a method does not run.
+    # These hashes make the browser run only these scripts, so a script that is hidden in a method's name does not run.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
     return {"styles": [Markup(style.style_sheet()), *map(_asset, STYLES)], "scripts": scripts, "trusted": trusted}
 

@@ -33,7 +33,7 @@ def failures(history: History) -> str | None:
     """Describe a run's failures: the number of each kind, and the first reason. Return None without failures."""
     path = history.path / "events.jsonl" if history.path is not None else None
     events = read_jsonl(path) if path is not None and path.exists() else []
-    # After a crash, the log may contain an entry about its repair, which is not an event and has no kind.
+    # After a crash, the log may contain an entry about the log's repair, which is not an event and has no kind.
     failed = [event for event in events if event.get("kind") in ("failed", "refused", "label skipped", "batch skipped")]
     if not failed:
         return None

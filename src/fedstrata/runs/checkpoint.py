@@ -204,7 +204,7 @@ def _prune(folder: Path) -> None:
         try:
             wanted |= {name for name, _ in _manifest(kept)["clients"].values()}
         except DAMAGED:
-            return  # Do not delete files, because it is unknown which files a checkpoint with a damaged manifest needs.
+            return  # A damaged manifest does not show which files its checkpoint needs, so do not delete files.
     for path in (folder / CLIENTS).iterdir():
         if path.name not in wanted:
             path.unlink()

@@ -250,7 +250,7 @@ class Predictor:
             return whole[:, 0] if key == "values" and whole.shape[1] == 1 else whole
         numbers = np.concatenate([logits.argmax(dim=1).cpu().numpy() for logits in self._logits(x)])
         labels: NDArray[Any] = np.array(self.classes)
-        if labels.dtype.kind == "f":  # NumPy makes floats of integers if some are < 0 and some ≥ 2**63
+        if labels.dtype.kind == "f":  # NumPy converts integers to floats if some are < 0 and some ≥ 2**63
             labels = np.array(self.classes, dtype=object)
         predicted: NDArray[Any] = labels[numbers]
         return predicted

@@ -197,7 +197,7 @@ def assemble(
     config = with_parties(spec.method, config)
     if config.augment is not None:
         config.augment.check(dataset)
-    # ``availability.check`` stores values in the object. Copy it, so that the user's spec does not change.
+    # ``availability.check`` stores values in the object. Copy the object, so that the user's spec does not change.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
     known = assignment if sizes_known else None
     population = Population(config.clients, config.strata, known, dataset.strata, spec.seed)

@@ -172,7 +172,8 @@ class RunFolder:
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage} The damaged file was renamed and kept.")
-            # A run that starts from the beginning repeats round 0 (the method's ``init``), so remove its events too.
+            # A run that starts from the beginning repeats round 0 (the method's ``init``), so remove the events of
+            # round 0 too.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):
@@ -252,8 +253,8 @@ class RunFolder:
         if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
         if round == self._saved:
-            # A second checkpoint of this round would replace the first, but lack the states that the first contains,
-            # because only changed states are saved.
+            # Only changed states are saved. A second checkpoint of this round would replace the first checkpoint, but
+            # lack the states that are in it.
             return
         self._saved = round
         simulation.engine.save(round)

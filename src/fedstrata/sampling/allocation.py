@@ -108,7 +108,7 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     # If all strata with a positive weight have reached their sizes, the tiny second term divides the remaining draws
     # among the other strata.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
-    # Find, by bisection to the last bit, the factor for which the clipped results add up to the budget.
+    # Find the factor with which the clipped products add up to the budget, by bisection to the last bit.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)

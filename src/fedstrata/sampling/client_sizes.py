@@ -215,7 +215,7 @@ def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Ge
         generator: The random generator.
     """
     truthful, other = generator.random() < alpha, int(generator.integers(1, bound))
-    # A client without data answers 1, because the answer 0 could not be random and would reveal the truth.
+    # A client without data answers 1. A random answer is never 0, so the answer 0 would reveal the truth.
     return max(1, min(size, bound - 1)) if truthful else other
 
 
@@ -367,8 +367,8 @@ class FedSTaSData(DataSampler):
         pooled = self.estimates == "pooled"
         estimate = unbiased_total(sum(responses), len(responses), bound, alpha)
         if not pooled:
-            # A pooled estimate is a mean over rounds. Errors in both directions average out only if the estimate of
-            # each round has no lower limit.
+            # A pooled estimate is a mean over rounds. With a lower limit in each round, errors in both directions would
+            # not average out.
             estimate = max(1.0, estimate)
         state = replace(state, total=state.total + estimate, rounds=state.rounds + 1)
         if self.reuse:

@@ -98,7 +98,7 @@ class FedSSARSampler(ClientSampler):
         m = min(config.training.invited(config.clients), total)
         allocation = shares(m, sizes, available_sizes, federation.rng("allocation"))
         generator = federation.rng("client-sampling")
-        # Clusters without an available client do not count, because no mean over the drawn clusters includes them.
+        # Clusters without an available client get the size 0, because no mean over the drawn clusters includes them.
         sizes_there = np.where(available_sizes > 0, sizes, 0)
         norms = np.zeros(total)
         selection = draw(known[available], clusters[available], sizes_there, allocation, norms, False, generator)

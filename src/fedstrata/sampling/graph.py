@@ -106,8 +106,8 @@ class Graph(ClientSampler):
             return Selection.plain(places, 0), state
         apart = _distances(counts.astype(np.int64).tobytes(), counts.shape[1], self.epsilon, self.sigma)
         order = federation.rng("client-sampling").permutation(places)
-        # If the clients S are chosen, the variance of the counts v (``times``) changes by the sum of these costs over S
-        # (up to a constant): (2 (v_k − mean) + 1) / (N − 1).
+        # If the set S of clients is chosen, the variance of the counts v (``times``) changes, up to a constant, by the
+        # sum of these costs over S: (2 (v_k − mean) + 1) / (N − 1).
         costs = (2 * (times[order] - times.mean()) + 1) / max(len(known) - 1, 1)
         chosen = order[farthest(self.alpha * apart[np.ix_(order, order)], costs, m)]
         if self.counted == "invited":
@@ -159,7 +159,7 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     if n > 1:
         least, most = similarity[pairs].min(), similarity[pairs].max()
         similarity = (similarity - least) / (most - least) if most - least > 1e-12 else np.ones((n, n))
-    # Use a sparse matrix. In a dense matrix, SciPy would take edges with a length near 0 for missing edges.
+    # Use a sparse matrix. In a dense matrix, SciPy would treat edges with a length near 0 as missing edges.
     ends = np.nonzero((similarity > epsilon) & pairs)
     edges = csr_array((np.exp(-(similarity[ends] ** 2) / sigma), ends), shape=(n, n))
     paths = floyd_warshall(edges, directed=False)

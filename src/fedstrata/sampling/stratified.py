@@ -330,7 +330,7 @@ class Stratified(ClientSampler):
             return replace(state, sent=sent, lr=lr, steps=steps, seed=config.seed), candidates
         asked = candidates
         if renewal == "participants":
-            # Ask the last round's participants for new gradients. Also ask as many clients without a gradient as a
+            # Ask the last round's participants for new gradients. Also ask clients without a gradient, as many as a
             # round invites, because only clients with a gradient can be drawn.
             unseen = np.setdiff1d(candidates, state.known)
             m = min(training.invited(config.clients), len(unseen))

@@ -233,7 +233,7 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
-    # With an earlier begin, the certificate is also valid on a machine whose clock is slow.
+    # Begin an hour early, so that the certificate is already valid on a machine whose clock is slow.
     begin = min(now, end) - timedelta(hours=1)
     new = x509.CertificateBuilder(old.issuer, old.subject, public_key, x509.random_serial_number(), begin, end)
     for extension in old.extensions:

@@ -162,8 +162,8 @@ def declaration_of(
     training = method.declared(agreed)
     travelling = None if training is None else encoded(training, spec.communication)
     if spec.privacy.sums == "secure":
-        # Sites do not evaluate, because the server would then see the results of single sites. With secure sums, it
-        # must see only sums over several sites.
+        # With secure sums, the server may see only sums over several sites. Sites do not evaluate, because evaluations
+        # would show results of single sites.
         allowed = None if travelling is None else masked(travelling, spec.privacy.parties)
     else:
         evaluated = allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own, request=request_of(spec.task))

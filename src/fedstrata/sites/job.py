@@ -142,7 +142,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         if not settings.simulated:
             refuse_files(table, settings.catalog, data=not plan.own_data)
         spec = Experiment.from_table(table)
-        # The tracking settings of the job are removed, because a job must not decide where this server writes.
+        # In a deployment, remove the job's tracking settings, because a job must not decide where this server writes.
         if not settings.simulated:
             spec = spec.model_copy(update={"tracking": Tracking()})
             refuse_attack(spec)

@@ -310,8 +310,8 @@ def adapt_script(name: str, text: str) -> str:
     rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
     rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
     rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
-    # Remove two steps of sub_start.sh. The first step writes daemon_pid.fl, which our own lines have already done. The
-    # second step deletes pid.fl, which with --once contains the process id of the script, and must remain.
+    # Remove two steps of sub_start.sh. The first step writes daemon_pid.fl, but our own lines have already written this
+    # file. The second step deletes pid.fl, but with --once this file contains the script's process id, and must remain.
     rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":

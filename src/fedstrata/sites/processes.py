@@ -75,8 +75,8 @@ def _send(groups: set[int], number: signal.Signals) -> None:
 
 
 def _guard(command: Sequence[str]) -> int:
-    # SIGTERM is sent to the guard and the command, but the guard must live longer. The guard therefore has a handler
-    # that does nothing. SIG_IGN cannot be used instead, because the command would inherit it.
+    # SIGTERM is sent to the guard and the command, but the guard must outlive the command. The guard therefore has a
+    # handler that does nothing. It cannot use SIG_IGN, because the command would inherit it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     Thread(target=_follow, daemon=True).start()

@@ -161,7 +161,7 @@ class Progress:
     def write(self) -> None:
         """Write the progress to the file, if a file was given."""
         if self._path is not None:
-            # Without the lock, one thread could replace a newer table by an older table of another thread.
+            # Without the lock, a thread could replace another thread's newer table by its own older table.
             with self._writing:
                 _write(self._path, self.table())
 
@@ -178,7 +178,7 @@ class Progress:
                 try:
                     self.write()
                 except Exception as error:
-                    # Only log errors, because an error such as a full disk must not stop the run.
+                    # Only log errors. A full disk, for example, must not stop the run.
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return

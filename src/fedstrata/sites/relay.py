@@ -82,8 +82,8 @@ class SiteRelay:
             ticket = secrets.token_hex(16)
             outcome = self._send(site, client, task, ticket, base, self._weights if base < 0 else None)
             if isinstance(outcome, Unmoved) and base >= 0:
-                # The model is sent through the server, because the sites may be unable to connect, or because the model
-                # arrived damaged.
+                # Send the model through the server, because the sites may be unable to connect to each other, or
+                # because the model arrived damaged.
                 model = self._fetch(base)
                 if isinstance(model, FedstrataError):
                     self._lose(base, str(model))

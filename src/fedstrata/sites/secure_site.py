@@ -127,7 +127,7 @@ class Answered:
                     "participations", f"the site has already sent {self._most} replies to this job, the allowed maximum"
                 )
             with open(self._path, "ab", opener=partial(os.open, mode=0o600)) as file:
-                file.truncate(file.tell() // KEY_BYTES * KEY_BYTES)  # removes an incomplete hash
+                file.truncate(file.tell() // KEY_BYTES * KEY_BYTES)  # removes an incomplete hash at the end
                 file.write(question)
                 file.flush()
                 os.fsync(file.fileno())
@@ -178,7 +178,7 @@ def member_of(
     """
     require_own_sites(["this site"] * len(begin.clients))
     policy, privacy, most = policy or Policy(), config.privacy, None
-    # Limit the number of noisy answers, because each of them spends ε, also if the server begins the job again.
+    # Limit the number of noisy answers, because each answer spends ε, even if the server begins the job again.
     if privacy.clients is not None:
         most = privacy.clients.participations or config.training.rounds
     parties = max(privacy.parties, policy.parties)

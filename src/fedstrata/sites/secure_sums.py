@@ -95,7 +95,7 @@ class SecureSums:
         sites = self._with_keys(federation, clients)
         server = self._server
         # Keep the roster if it has keys left and consists of the same sites, even if one of these sites refused to send
-        # shares. The site would refuse again in another roster.
+        # shares. Such a site would refuse again in another roster.
         if server is not None and server.roster is not None and server.left and server.roster.names == sites:
             return server
         if len(sites) < least:
@@ -181,5 +181,5 @@ class SecureSums:
 
 
 def _vector(reply: MaskedReply) -> protocol.MaskedVector:
-    # ``present`` may be None or another message, because the exchange checks its type, and then refuses the vector.
+    # ``present`` may be None or another message. The exchange checks its type, and then refuses the vector.
     return protocol.MaskedVector(reply.vector, reply.present)  # type: ignore[arg-type]

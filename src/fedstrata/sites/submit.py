@@ -162,8 +162,8 @@ class Watch:
         """Submit the job if it is not yet submitted, and return True if the job has ended with a result."""
         if self._job is None:
             if self._given_up:
-                # Wait for the sites before the job is submitted again, because they connect one after another if the
-                # server was restarted.
+                # After a restart of the server, sites connect one after another. Wait for them before the job is
+                # submitted again.
                 self.wait_for_sites(0, REJOIN)
             if submitted := self._call(self._submit):
                 self._job, text = submitted

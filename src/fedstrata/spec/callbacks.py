@@ -174,8 +174,8 @@ class KeepBest(_Best):
         if simulation.folder is not None:
             weights = simulation.evaluated()
             tensors = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
-            # safetensors writes several entries of metadata in random order. A single entry makes files of equal
-            # models equal.
+            # safetensors writes several entries of metadata in random order. With a single entry, equal models give
+            # equal files.
             metadata = {"round": str(record["round"])}
             replace_file(simulation.folder / BEST, safetensors.torch.save(tensors, metadata))
 

@@ -409,8 +409,8 @@ def variants(
                 f"none of the methods ({', '.join(merged)}) has this setting. Check the key with 'fedstrata explain'.",
                 override,
             )
-        # An override may set the name in a section, such as data.name. Apply the override to ``tables`` too, because
-        # _accepts compares an experiment's names with the names in ``tables`` for later overrides.
+        # For later overrides, _accepts compares the names in an experiment's sections, such as data.name, with the
+        # names in ``tables``. This override may set such a name, so apply it to ``tables`` too.
         for sections in (*accepting, tables):
             apply_override(sections, override)
     result: dict[str, Experiment] = {}

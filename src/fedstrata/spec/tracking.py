@@ -131,8 +131,8 @@ class TensorBoard(Tracker):
             problem = "is required, because this run does not have a run folder. Set tracking.tensorboard.dir."
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
-        # TensorBoard ignores records in earlier event files from the step (round) ``purge`` onwards, because a resumed
-        # run writes these rounds again.
+        # A resumed run writes some rounds again. TensorBoard ignores earlier records from the step (round) ``purge``
+        # onwards.
         purge = 0 if is_new else simulation.round + 1
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
         if is_new:

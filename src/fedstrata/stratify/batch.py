@@ -165,7 +165,7 @@ class BatchMode:
             if not absent:
                 return total
             # Without a sum, all clients of the batch count as absent, although some may have replied. Remove only those
-            # that failed or were late, or all clients if the log names none of them.
+            # that failed or were late. If the log names none of them, remove all clients of the batch.
             lost = absent if total else (absent & federation.log.absent()) or absent
             plan.lose(lost, request.batch)
             if total:

@@ -139,7 +139,6 @@ class FusedSteps:
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Take the remaining steps, and return the model and, for each task, a failure or a reply with the loss."""
         self._flush()
-        # If all tasks failed, return the model unchanged.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
         return self._stepper.weights() if moved else self._like, self._done
 
@@ -192,8 +191,8 @@ class _Last:
 
 def _make_stepper(context: ClientContext, model: Model) -> Stepper:
     plain = AutogradStepper(context, model)
-    # Traced steps support neither clipping, which needs the norm over all gradients, nor buffers that change, as in
-    # BatchNorm.
+    # Traced steps support neither clipping (which needs the norm over all gradients) nor buffers that change (as in
+    # BatchNorm).
     if context.config.training.clip is None and not model.buffers():
         try:
             traced = TracedStepper(context, model)

@@ -155,8 +155,8 @@ class Stratify(Method):
 
     @override
     def to_spec(self) -> dict[str, Any]:
-        # Omit the default, because specs of earlier versions do not have this key. Their finished runs are found only
-        # by an equal spec.
+        # Omit the default, because specs of earlier versions do not have this key. The finished runs of earlier
+        # versions are found only by an equal spec.
         return {key: value for key, value in super().to_spec().items() if key != "label_weights" or value}
 
     @override

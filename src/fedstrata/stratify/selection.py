@@ -63,7 +63,7 @@ def assign_runs(
         covers = _covers(part, able, shares, chunk_size, retain, generator)
         places = _walk(covers, generator).reshape(-1)[: len(part)]
         for _ in range(chunk_size - covers.shape[1]):
-            generator.random(len(clients))  # Draw as often as for a full chunk, so that later draws stay the same.
+            generator.random(len(clients))  # Later draws must not depend on the length of this chunk.
         owner[begin : begin + block] = np.where(places >= 0, clients[places], -1)
     return owner
 

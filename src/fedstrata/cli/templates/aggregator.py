@@ -19,7 +19,7 @@ class BySquareRoot(fs.Aggregator):
             have equal weights.
     """
 
-    needs_counts: ClassVar[bool] = True  # raise an error if the server does not know the numbers of samples
+    needs_counts: ClassVar[bool] = True  # the server must know the numbers of samples; otherwise, an error is raised
     power: float = Field(default=0.5, ge=0, le=1)  # a setting; set it with --set method.aggregator.power=1
 
     def coefficients(self, selection, returned, samples):

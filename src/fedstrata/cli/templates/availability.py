@@ -24,7 +24,7 @@ class Nights(fs.Availability):
 
     def online(self, clients, round, seed):
         """Return an array of booleans: whether each of ``clients`` is online in a round."""
-        zone = fs.uniforms(seed, "zone", 0, clients)  # a random number in [0, 1) per client
+        zone = fs.uniforms(seed, "zone", 0, clients)  # a random number in [0, 1) per client, the same in all rounds
         hour = (round / self.day + zone) % 1
         draws = fs.uniforms(seed, "luck", round, clients)  # a new random number per client and round
         return np.where(hour < self.night, True, draws < self.by_day)

@@ -51,8 +51,8 @@ def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
     client.authorize_release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.cached(statistics))
     weights = personal(client, request) if request.personal else request.weights
-    # If clients keep their own BatchNorm statistics, the global model has no statistics of its own. It then uses the
-    # statistics of each batch.
+    # If clients keep their own BatchNorm statistics, the global model does not have statistics. Normalise with the
+    # statistics of each batch then.
     batch_statistics = local and not (request.personal and BUFFERS in client.state)
     return (predict if context.config.task.has_classes else collect)(
         device.model,

@@ -70,7 +70,7 @@ class FitTogether(TrainingRequest):
 def fit_together(client: Client, request: FitTogether) -> FitReply:
     """Train for one round. In the first step, BatchNorm's statistics are averaged over all clients of the round."""
     first_batch = min(len(client), client.context.config.training.batch_size)
-    client.authorize_release(first_batch)  # besides the reply, sums over only this batch leave the client
+    client.authorize_release(first_batch)  # besides the reply, the client sends sums over this batch
     shared, model, group = client.context, client.model, client.group
     training = shared.config.training
     data = LocalData(client, np.arange(len(client)))

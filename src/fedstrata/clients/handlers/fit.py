@@ -38,8 +38,8 @@ def fit(client: Client, request: Fit) -> FitReply:
         buffers = buffers | {name: b for name, b in request.weights.buffers.items() if name in names}
     counts = (len(chosen), outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
     if not request.counts:
-        # BatchNorm counts its batches, which would reveal the number of samples. The reply contains the counters from
-        # the request instead.
+        # BatchNorm counts its batches, and the count would reveal the number of samples. The reply contains the
+        # counters from the request instead.
         buffers = buffers | {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
     reply = FitReply(Weights(params, buffers), *counts, outcome.loss, outcome.message, outcome.steps > 0)
     return weighted(reply, data) if config.task.weighted and request.counts else reply

@@ -47,8 +47,8 @@ def answer(client: Client, request: Masked) -> MaskedReply:
             raise FedstrataError("the server asked for a vector without masks, which sites of a deployment never send.")
         return reply_of(words)
     member = _member(client)
-    # At a real site, a vector without samples does not count as a party of the sum, because such a vector does not hide
-    # the vectors of other sites. In a simulation it counts, so that sums with and without masks have the same
+    # At a real site, a vector to which no samples contributed does not count as a party of the sum, because it does not
+    # hide the vectors of other sites. In a simulation it counts, so that sums with and without masks have the same
     # contributors.
     enough = site is None or client.n_contributing > 0
     masked = member.site.mask(request.begin, question_of(inner), words, enough, continues=continues)

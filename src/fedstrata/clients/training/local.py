@@ -109,16 +109,16 @@ class LocalData:
         steps = training.local_steps or (training.local_epochs or DEFAULT_EPOCHS) * len(ends)
         once = steps <= len(ends)
         if training.local_steps is not None:
-            ends = list(range(size, n + 1, size))  # all batches are full
+            ends = list(range(size, n + 1, size))  # with local_steps, all batches are full
         for done in range(0, steps, len(ends)):
             order = generator.permutation(n)
             bounds = pairwise([0, *ends[: steps - done]])
             if not self._fits or steps - done <= n // size // 2:
                 yield from (self.batch(order[begin:end]) for begin, end in bounds)
                 continue
-            # If the remaining steps use at least half of the samples, it is faster to reorder all samples at once. Each
-            # batch is then a slice, without a copy. If the round has only this epoch, the inputs are read directly in
-            # the new order. Otherwise, they are gathered in their original order, and stored for the other epochs.
+            # Reorder all samples at once, which is faster if the remaining steps use at least half of them. Each batch
+            # is then a slice, without a copy. If the round has only this epoch, read the inputs directly in the new
+            # order. Otherwise, read them in their original order, and store them for the other epochs.
             where = torch.from_numpy(order)
             there = where.to(self.device)
             x = self._read(self._indices[where]) if once and self._gathered is None else selected(self._inputs(), there)
@@ -236,7 +236,8 @@ def train(
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
     precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=training.precision == "bf16")
     if setup.prepares:
-        with precision():  # ``data.in_order`` returns the samples without augmentation
+        with precision():
+            # ``data.in_order`` returns the samples without augmentation.
             received = setup.objective.client_prepare(model, weights, data.in_order, message)
             context = setup.objective.client_init(model, replace(context, received=received))
     with ExitStack() as stack:
@@ -334,14 +335,14 @@ def _descend(
     names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
     device = next(iter(params.values())).device
-    # Parameters must not change inside ``with precision``, because autocast caches converted copies of parameters.
+    # autocast caches converted copies of parameters, so parameters must not change inside ``with precision``.
     precision = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
         with precision:
             loss = objective.loss(model, params, batch, context)
-        # ``materialize_grads`` returns the gradient zero for parameters that the loss does not use, so that the
-        # objective's correction and weight decay still apply to them.
+        # For parameters that the loss does not use, ``materialize_grads`` returns the gradient zero. The objective's
+        # correction and weight decay then still apply to these parameters.
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
 
     of_batch: BatchGradient = loss_and_gradient if chain is None else partial(chain.gradient, params)

@@ -142,7 +142,7 @@ def _apart(purpose: str, epochs: int | None) -> Callable[[ClientContext], Client
         config = context.config
         training = config.training.lasting(epochs)
         seed = int(rng(config.seed, purpose).integers(2**63))
-        # Both contexts share the model and the data, so that a GPU does not store them twice.
+        # The new context shares the model and the data with ``context``, so that a GPU does not store them twice.
         prepared: dict[Callable[[ClientContext], Any], Any] = {on_device: context.cached(on_device)}
         return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
 

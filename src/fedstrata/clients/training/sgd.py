@@ -100,7 +100,7 @@ class ManualSGD:
             input, shape (B, in).
         """
         x, y = batch.x, batch.y
-        assert isinstance(x, Tensor)  # only models of one input tensor have a chain
+        assert isinstance(x, Tensor)  # only models with one input tensor have a chain
         inputs, output = [x.flatten(1)], x
         for weight, bias in self.names:
             output = F.linear(inputs[-1], params[weight], params[bias] if bias else None)

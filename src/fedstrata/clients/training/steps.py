@@ -148,7 +148,7 @@ def try_optimizer(training: Training, params: Params) -> None:
     steps = steps_of(training, training.lr, leaves)
     try:
         steps.step(leaves, [torch.ones_like(w) for w in leaves])
-    except Exception as error:  # a user's own class may raise anything
+    except Exception as error:  # a user's own class may raise any exception
         problem = f"the optimiser's first step fails with {type(error).__name__}: {error}. Use another optimiser."
         raise SpecError("training.optimizer", problem, training.optimizer.label) from error
     if training.optimizer_state == "keep":

@@ -86,7 +86,8 @@ class TracedSGD:
             The loss of each sample before its step, shape (n,).
         """
         step, bound = self._step, self._bound
-        # For a single sample, setting up an operation of oneDNN takes longer than the time that it saves.
+        # Turn off oneDNN, because for a single sample the setup of its operations takes longer than the time that they
+        # save.
         with torch.inference_mode(), _without_onednn():
             samples = zip(torch.split(_plain_strides(x), 1), torch.split(y, 1), strict=True)
             losses = [step(*bound, sample, label, -lr) for sample, label in samples]
@@ -219,8 +220,8 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # An update is fused with its gradient into addmm_ if the gradient is a matrix product. The product is then computed
-    # after earlier updates, so its factors must not be among ``changed``, the tensors that updates overwrite.
+    # If a gradient is a matrix product, addmm_ can compute the product and the update in one operation, after earlier
+    # updates. The product's factors must then not be among ``changed``, the tensors that updates overwrite.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # the negative learning rate, −η

@@ -192,7 +192,7 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]
     """
-    # Find the largest size such that reducing all larger clients to this size takes at least ``amount`` samples.
+    # Find the largest ``level`` for which the clients together have at least ``amount`` samples above ``level``.
     levels = range(int(sizes.max()) + 1)
     level = bisect_right(levels, -amount, key=lambda level: -int(np.maximum(sizes - level, 0).sum())) - 1
     taken = np.maximum(sizes - level, 0)

@@ -94,7 +94,7 @@ class Regression(Task):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         values = self.predictions(outputs)["values"]
         error = values - targets
-        # Sum distances from the mean, because sums of the targets themselves would lose digits that R² needs.
+        # Return distances from the mean, because sums of the targets themselves would lose digits that R² needs.
         centred = targets - next(iter(self._units(targets)))
         columns = (torch.ones_like(error), error.abs(), error.square(), centred, centred.square())
         return {"targets": targets, "predictions": values, "errors": torch.stack(columns, dim=2)}

@@ -139,7 +139,7 @@ def _exponent(tensor: Tensor) -> int:
     """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
-        return 127  # decoded as float32, 127 · 2¹²⁷ overflows to infinity
+        return 127  # the decoded value 127 · 2¹²⁷ overflows float32 to infinity
     mantissa, exponent = math.frexp(largest / 127)
     return max(exponent - (mantissa == 0.5), -128) if largest else -128
 
@@ -164,7 +164,7 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    # A view as another dtype needs an aligned address, which a clone has, but a slice may not have.
+    # The address of a slice may not be aligned, and a view as another dtype needs an aligned address. A clone has one.
     flat = piece.clone().view(dtype)
     if dtype != torch.int8:
         return flat

@@ -222,7 +222,7 @@ class Compression:
         first, second = FirstForm(form, codec), SecondForm(form, codec)
         exchange = self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)
-        # Divide each matrix Q by its norm, because ``FirstForm`` assumes that columns of Q have norms of at most 1. The
+        # Divide each matrix Q by its norm, so that its columns have norms of at most 1, as ``FirstForm`` assumes. The
         # decoded change stays the same, because the columns of P = Σ M_k Q are made orthonormal.
         basis = self._basis(codec, second.like)
         basis = codec.next_basis(basis, basis)

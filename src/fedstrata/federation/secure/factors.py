@@ -101,8 +101,8 @@ class SecondForm(ModelForm):
 
     def encode(self, request: Coefficients, reply: EncodedReply, client: ClientId) -> Words:
         """Return the vector of integers that a client adds to the secure sum."""
-        # The request does not contain its round. The round 0 can be used instead, because no other exchange of the run
-        # has the number ``request.exchange``.
+        # The request does not contain its round, so use round 0. The generator still differs between exchanges, because
+        # no other exchange of the run has the number ``request.exchange``.
         generator = rounding(self.config.seed, 0, client, 2 * request.exchange + 1)
         return self.words(_NO_MODEL, self._term(reply), generator)
 

@@ -184,8 +184,8 @@ class Bounds:
         A loss above ``LOSS_RANGE`` is scaled down.
         """
         most = math.ceil(self.sample_gradients(self.largest))
-        # With DP-SGD, a client reports more gradients, because the last batch of an epoch is expected to be as large as
-        # the other batches; see ``Training.poisson``.
+        # With DP-SGD, a client reports more gradients: the expected size of an epoch's last batch is the size of the
+        # other batches; see ``Training.poisson``.
         if self.config.privacy.dp is not None:
             most = self.steps * self.config.training.batch_size
         by_seen = Weight("seen", lambda reply: reply.seen, most)

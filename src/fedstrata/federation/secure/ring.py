@@ -147,7 +147,7 @@ class Ring:
             raise ValueError(f"the parts and counts are {[*parts, *counts]}, but must be {[*self.parts, *self.counts]}")
         factors = dict.fromkeys(self.parts, 1.0) | dict(weights or {})
         if not all(0 <= factor <= 1 for factor in factors.values()):
-            # The message does not say the weight, which depends on the size of the site.
+            # The error must not contain the weight, which depends on the size of the site.
             raise WithheldError(
                 "the client did not send its reply, because its number of samples is above "
                 "privacy.largest. Increase privacy.largest."
@@ -180,7 +180,7 @@ class Ring:
             begin += part.size
         for place, (name, most) in enumerate(self.counts.items(), start=begin):
             if not 0 <= counts[name] <= most:
-                # The message does not say the count, which may be a secret of the site.
+                # The error must not contain the count, which may be a secret of the site.
                 raise WithheldError(f"the client did not send its reply, because {name} is not between 0 and {most}.")
             words[place] = counts[name]
         words[-1] = scaled

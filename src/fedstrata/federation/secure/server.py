@@ -342,7 +342,7 @@ class Exchange:
                 return
             key = protocol.exchange_key(self._server.job, name, self.number, seed)
             for other in self.contributors:
-                # Add the mask that the lost site would have added. The other site has already added the negative of
+                # Add the mask that the lost site would have added. The site ``other`` has already added the negative of
                 # this mask.
                 total += protocol.pair_mask(self._context, key, name, self._package[other], self.number, self.length)
         self.total, self.stage = total, "opened"
@@ -370,7 +370,8 @@ class Exchange:
                     return None
             return seed
 
-        # Holders whose shares were wrong before come last, so that the first set is usually right.
+        # Holders whose shares were wrong before come last, so that the first set of shares usually gives the right
+        # secret.
         holders = sorted(numbers, key=lambda name: (name in self._suspects, name))
         for tried, chosen in enumerate(_sets(holders, threshold)):
             secret = self._at(numbers, chosen, 0)

@@ -153,7 +153,8 @@ class Sealer:
         return cipher
 
 
-# Cache the last contexts, because loading and checking a context takes most of the time in a small federation.
+# Keep the last objects in a cache, because loading and checking a CKKS context takes most of the time in a small
+# federation.
 @lru_cache(maxsize=4)
 def sealer(public: bytes, parameters: Parameters) -> Sealer:
     """Return the ``Sealer`` of a public key, from a cache if possible."""
