@@ -1,9 +1,9 @@
 """Recover the prototypes that clients sent in a run, and the models with which the prototypes were computed.
 
 A prototype is the mean feature vector of a client's samples of one class. A server sees the prototypes and the models,
-but a checkpoint contains only each client's last prototypes, without its model. The rounds between the last two
-checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the prototypes in the
-last checkpoint.
+but a checkpoint contains only each client's last prototypes, without the client's model. The rounds between the last
+two checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the prototypes in
+the last checkpoint.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
 
 
 def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
-    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups of clients, and s are the groups' shares of clients."""
+    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups, and s are the groups' fractions of all clients."""
     wanted = counts / counts.sum()
     return float(np.linalg.norm(weights - wanted) / np.linalg.norm(wanted))
 
@@ -63,8 +63,8 @@ def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
     """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
 
-    If a stratum does not get a draw, the mean update leaves it out and gives the other strata larger weights, which is
-    a bias. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
+    If no client is drawn from a stratum, the other strata have larger weights in the mean update, so this update is
+    biased. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
 
     Args:
         sizes: Number of clients N_h in each stratum.
@@ -134,7 +134,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
     Args:
         lengths: Norm of each client's update, shape (N,).
-        aggregator: Aggregator that weights the drawn update.
+        aggregator: Aggregator that determines the weight of the drawn update.
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
@@ -190,7 +190,7 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """Return the part of the variance of a batch's mean gradient that is due to the labels in the batch.
+    """Return how much of the variance of a batch's mean gradient is due to the batch's labels.
 
     We assume that gradients of different labels are orthogonal and have norm 1. The variance is then the mean of
     ‖b − s‖² over the batches. The vector b contains the label fractions of a batch, and s contains the label fractions
@@ -211,7 +211,7 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Simulate Stratify's uniform selection of clients, and return the mean number of uses per sample for each client.
+    """Simulate Stratify's uniform selection of clients, and return how often each client's samples are used on average.
 
     The simulation covers one epoch in which all samples have the same label. A client can be drawn until each of its
     samples has been used once.
@@ -346,8 +346,8 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
     Returns:
         The variance for each way of drawing, averaged over all clients. With ``strata``, one client is drawn from each
-        of m clusters of equal size. With ``plain``, m of all clients are drawn without replacement, as in FedAvg. With
-        ``returning``, m of all clients are drawn with replacement.
+        of m clusters of equal size. With ``plain``, m of the N clients are drawn without replacement, as in FedAvg.
+        With ``returning``, m clients are drawn from the N clients with replacement.
     """
     generator = np.random.default_rng(0)
     groups = np.arange(clients).reshape(places, -1)

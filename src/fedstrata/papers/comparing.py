@@ -32,7 +32,7 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """A comparison of a claim's row (a method) with another row, or with the row itself in another column (setting).
+    """A comparison of a claim's row (a method) with another row, or with the same row in another column (setting).
 
     Args:
         column: Name of the column in which the claim's row is compared.
@@ -98,7 +98,7 @@ def compared(
 
     Args:
         values: Results of the first row, as a mapping from seeds to numbers.
-        baseline: Results of the second row, which are subtracted, as a mapping from seeds to numbers.
+        baseline: Results of the second row, as a mapping from seeds to the numbers to subtract.
         together: Number of intervals that must hold simultaneously with 95 % confidence.
         unit: Unit of the difference, which is a key of ``UNITS``.
     """

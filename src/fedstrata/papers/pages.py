@@ -297,11 +297,12 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Estimate the seconds per round on one core for each row and column. Pairs without an estimate are left out.
+    """Estimate the seconds per round on one core for each pair of a row and a column.
 
     The estimate comes from the first of these sources that exists: finished runs of the row and column, finished runs
     of the row in other columns, the table's file, and finished runs of other rows. Times from other columns are scaled
-    by the number of samples per round: the product of local epochs, clients per round, and samples per client.
+    by the number of samples per round: the product of local epochs, clients per round, and samples per client. Pairs
+    without an estimate are left out.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
@@ -329,7 +330,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and the differences of our experiments from the paper's."""
+    """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = (
         f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."

@@ -38,7 +38,7 @@ from fedstrata.stratify.schedule import frequencies, schedule
 Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 FEW_MORE = 1.05
-"""Maximum multiple of the baseline's number of bytes or operations that counts as "few more"."""
+"""A number of bytes or operations is "few more" if it is at most this multiple of the baseline's number."""
 EXACT, DRAWN = 0.01, 0.05
 """Maximum relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 
@@ -50,7 +50,7 @@ class Reading:
     Args:
         name: Name by which claims refer to the reading.
         description: Beginning of a sentence that says what is computed.
-        figure: The result, as text that completes this sentence.
+        figure: The result, as text that completes the sentence in ``description``.
         values: The numbers of the result, as a mapping from names to numbers.
         verdict: Whether the result supports the paper's statement.
     """

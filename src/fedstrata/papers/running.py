@@ -137,7 +137,7 @@ def run_one(
     finished: Callable[[Path], Container[str]] = known,
     device: str = "cpu",
 ) -> dict[str, Any] | None:
-    """Run one experiment of a table. Skip it if it is finished, or if another process is running it.
+    """Run one experiment of a table. Skip the experiment if it is finished, or if another process is running it.
 
     An experiment (``Cell``) is the run of one row and column with one seed.
 

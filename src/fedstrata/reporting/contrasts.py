@@ -74,7 +74,7 @@ class Contrast:
         difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
             baseline.
         stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
-        kept: A string that names the round whose model the runs saved; see ``tables.kept``.
+        kept: A string that names the round of the saved model; see ``tables.kept``.
     """
 
     key: str

@@ -45,7 +45,7 @@ FATES = {
     "clients_late": "late",
     "clients_failed": "failed",
 }
-"""For each column that counts an outcome of invited clients, the outcome's name."""
+"""For each column with the number of invited clients that have a certain outcome, the outcome's name."""
 
 
 class Quantity(NamedTuple):
@@ -256,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the number of invited clients with each outcome per round, as stacked means over seeds."""
+    """For each round, draw the number of invited clients with each outcome, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)

@@ -150,8 +150,8 @@ def paired_difference(
         values: A mapping from each seed to the method's value. None stands for a missing value.
         baseline: A mapping from each seed to the baseline's value.
         test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
-        resolution: The unit to which the values are rounded. The standard deviation is then at least that of rounding
-            errors, so equal differences do not give an interval of length 0.
+        resolution: The unit to which the values are rounded. The standard deviation is then at least the standard
+            deviation of rounding errors. Equal differences therefore do not give an interval of length 0.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:
@@ -198,7 +198,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
     """Return the number of seeds with which the interval would exclude zero, if mean and deviation stayed the same.
 
     Args:
-        difference: The mean difference per seed. There must be at least two differences that are not all equal.
+        difference: The difference. Its ``each`` must contain at least two numbers that are not all equal.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Returns:

@@ -24,7 +24,7 @@ MEASURES = {
 }
 """A mapping from the measures of the board to headings of a table. All measures are accuracies in percent."""
 BUDGETS = {"at_bytes": 2, "at_samples": 3}
-"""For each measure at equal cost, the index of this cost in each point of a learning curve; see ``running.curve``."""
+"""For each measure at equal cost, the index of the cost in the points of a learning curve; see ``running.curve``."""
 FEW_MORE = 1.05
 """A run may cost up to this multiple of the baseline's cost, because the methods' messages differ by a few bytes."""
 RESOLUTION = 0.01
@@ -80,12 +80,12 @@ def within(points: Curve, place: int, budget: float) -> float | None:
     """Return a run's accuracy within a budget; None if the first evaluation is already beyond the budget.
 
     The accuracy is a mean over the evaluations in the last fifth of the rounds within the budget. If the whole run
-    costs less than the budget, the last fifth of the run counts.
+    costs less than the budget, the mean is over the last fifth of the run.
 
     Args:
         points: Points of the run's curve; see ``running.curve``.
         place: Index of the cost within each point of the curve.
-        budget: Maximum cost. Runs may exceed this cost by the factor ``FEW_MORE``.
+        budget: Maximum cost. Points of up to ``FEW_MORE`` times this cost are also within the budget.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:
@@ -162,14 +162,14 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Contest:
-    """A comparison of the best composition with the best method of a column, at equal cost.
+    """A comparison, in one column and at equal cost, of the best composition with the best method.
 
     Args:
         column: Name of the column.
         measure: A key of ``BUDGETS``, which defines the cost.
         composition: Composition with the best validation accuracy.
         method: Method with the best validation accuracy.
-        difference: The composition's difference from the method in percentage points, for the seeds of the protocol.
+        difference: The composition's accuracy minus the method's accuracy in percentage points, over all seeds.
     """
 
     column: str
@@ -180,7 +180,7 @@ class Contest:
 
 
 def contests(columns: Sequence[Verdicts]) -> list[Contest]:
-    """Compare the best composition with the best method of each column, at the baseline's bytes and samples."""
+    """For each column, compare the best composition with the best method, within the baseline's bytes and samples."""
     found = []
     for column in columns:
         for measure in BUDGETS if column.complete else ():

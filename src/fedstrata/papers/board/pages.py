@@ -201,7 +201,7 @@ def _comparison(verdicts: Verdicts) -> list[str]:
 
 
 def _ranking(verdicts: Verdicts) -> list[str]:
-    """Return lines about the best entries at equal cost and about the ranking, with its picture."""
+    """Return lines about the best entries at equal cost, and about the ranking with a picture."""
     if not verdicts.complete:
         return []
     lines, picture = [_best(verdicts, measure) for measure in BUDGETS], list[str]()

@@ -33,7 +33,7 @@ class Properties:
         step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
         online: Mean number of online clients per round, divided by N.
         offline_rounds: Mean number of consecutive rounds in which a client is offline, or 0 if all clients are always
-            online. Rounds before the first and after the last round do not count.
+            online. Only the simulated rounds are counted.
         size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online. The
             value is 0 if all clients have equally many samples, or if all clients are online equally often.
         classes: Number C of classes with samples at clients.
