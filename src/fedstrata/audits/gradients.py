@@ -60,7 +60,7 @@ NAME = "gradients"
 SIZES = (1, 2, 4, 8)
 """The default sizes (numbers of samples) of the batch parts whose gradients are attacked."""
 PARTS = 12
-"""The default maximum number of gradients to attack per size of a part."""
+"""The default maximum number of gradients to attack for each size of a part."""
 EXACT = 1e-4
 """Below this mean squared error of values in [0, 1], we consider a sample to be recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
@@ -97,7 +97,8 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of parts (numbers of samples) for which gradients are stored.
-        parts: The maximum number of gradients to store per size of a part. The stored gradients are drawn at random.
+        parts: The maximum number of gradients to store for each size of a part. The stored gradients are drawn at
+            random.
         seed: The seed of the draws.
     """
 
@@ -146,7 +147,7 @@ class Finding:
 
     Args:
         size: The number of samples.
-        sent: The number of gradients from ``size`` samples that clients sent in the replayed rounds.
+        sent: The number of gradients, each from ``size`` samples, that clients sent in the replayed rounds.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
         labels_chance: The expected fraction of correct labels if guesses are drawn at random from the labels of all

@@ -64,7 +64,7 @@ class Target:
         sent: Whether the feature is a prototype that the client sent. Otherwise, the feature is a control.
         feature: The feature h, shape (d,).
         own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).
-        unseen: Up to n images that the client does not have, of the same class ("strangers").
+        unseen: Up to n images of the same class that the client does not have ("strangers").
     """
 
     client: int

@@ -39,8 +39,8 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
     """Return the bias of FedSSAR's mean update, divided by the norm of the mean update of all N clients.
 
     We assume that all updates have the same norm, that clients of one cluster have equal updates, and that updates of
-    different clusters are orthogonal. A cluster with N_h of the N clients gets m_h of the m draws. The cluster's weight
-    in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
+    different clusters are orthogonal. Of the m draws, m_h are from a cluster with N_h of the N clients. The cluster's
+    weight in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
 
     Args:
         sizes: Number of clients N_h in each cluster. The number of clusters is at most m.
@@ -102,9 +102,9 @@ def sampled_variance(
         start: Initial centres of the k-means algorithm that forms the strata. In the paper, these centres are random.
 
     Returns:
-        A dict with two numbers. ``ratio`` is the variance of FedSTS's mean update, divided by the variance of the mean
-        update with uniform sampling without replacement; variances are sums over coordinates. ``bias`` is the norm of
-        the bias of FedSTS's mean update, divided by the norm of the mean gradient of all clients.
+        A dict with two numbers. ``ratio`` is the variance of FedSTS's mean update, divided by the variance for uniform
+        sampling (without replacement). These variances are sums over coordinates. ``bias`` is the norm of the bias of
+        FedSTS's mean update, divided by the norm of the mean gradient of all clients.
     """
     generator = np.random.default_rng(1)
     means = scale * generator.standard_normal((10, 50)) + 0.3
@@ -151,7 +151,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
     """Simulate how the server estimates the total number of samples from the clients' randomised reports.
 
-    The function returns the estimates ñ, shape (draws,). They can be below 1, because they are not clipped.
+    The function returns the estimates ñ, shape (draws,). The estimates can be below 1, because they are not clipped.
 
     Args:
         sizes: Number of samples n_k of each of the m participants, shape (m,).
@@ -171,8 +171,9 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
     """Return the root mean square error of p̃, the probability of keeping a sample under privacy (FedSTaS, Lemma 2.2).
 
-    The server wants to keep n* = q n of all n samples, so the correct probability is p = q. If clients keep their sizes
-    private, the server knows only an estimate ñ of n. Clients then use p̃ = min(1, n*/ñ) instead of p.
+    The server wants to keep n* = q n of all n samples, so the correct probability is p = q. If clients keep their
+    numbers of samples private, the server knows only an estimate ñ of n. Clients then use p̃ = min(1, n*/ñ) instead of
+    p.
 
     Args:
         size: Number of samples n_k, which is equal for all participants.

@@ -119,7 +119,7 @@ def predicted(mean: float, sd: float, n: int) -> Range:
 
 
 def predicted_margin(difference: Difference) -> Range | None:
-    """Return the 95 % prediction interval for the accuracy difference of two rows with one more seed, in points.
+    """Return the 95 % prediction interval for the accuracy difference (in points) of two rows with one more seed.
 
     Return None if the two rows have fewer than ``MIN_SEEDS`` seeds in common.
     """

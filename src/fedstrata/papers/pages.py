@@ -192,7 +192,7 @@ def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> s
 def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
     """Return HTML with a control that shows all claims, or only the claims with one verdict.
 
-    The style sheet of the site hides the other claims. Without the style sheet, all claims are visible.
+    The style sheet of the site hides the claims with other verdicts. Without the style sheet, all claims are visible.
     """
     count = Counter(verdicts)
     texts = {"all": f"all {count.total()}"} | {

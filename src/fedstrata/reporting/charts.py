@@ -26,7 +26,7 @@ NUMBERS = 300_000
 POINTS = 400
 """The maximum number of points per curve."""
 OWN = 24
-"""The maximum number of drawn columns that only some methods record."""
+"""The maximum number of columns to draw among the columns that only some methods record."""
 BARS = 240
 """The maximum number of bars in the participation chart. If a run has more rounds, each bar covers several rounds."""
 CLASSES = 40
@@ -212,7 +212,8 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
     """Select the rounds to draw: all rounds in which at least one column has a value.
 
-    If there are too many rounds, evenly spaced rounds of the first column are selected.
+    If there are too many rounds, some of the rounds in which the first column has a value are selected at even
+    distances.
 
     Args:
         rounds: One array per column, shape (R,): the rounds in which the column has values.

@@ -241,7 +241,7 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the cumulative data sent and received after each of R rounds, in MB, as a mean over seeds, shape (R,)."""
+    """Return the amount of data sent and received until each of R rounds, in MB, as a mean over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 

@@ -68,8 +68,8 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 def write_comparison(folder: Path | str) -> list[tables.Row]:
     """Write the report of a comparison into its folder: tables, pictures and an HTML page.
 
-    The files are ``table.md``, ``table.json``, two figures (see ``plot_comparison``) and ``report.html``. They show
-    only finished runs, or all runs if none has finished.
+    The files are ``table.md``, ``table.json``, two figures (see ``plot_comparison``) and ``report.html``. The files
+    show only finished runs, or all runs if none is finished.
 
     Returns:
         The rows of the table.

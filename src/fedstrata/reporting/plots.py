@@ -54,7 +54,7 @@ def plot(
     title: str = "",
     narrow: bool = False,
 ) -> Figure:
-    """Plot a column of the records over the rounds: the mean over seeds as a line, one standard deviation as a band.
+    """Plot a column of the records over the rounds: the mean over seeds, with a band of one standard deviation.
 
     The name of a method is written beside the end of its line. With more than 8 methods, only the baseline (the first
     method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only the

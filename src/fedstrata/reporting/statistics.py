@@ -2,7 +2,7 @@
 
 All intervals are Student's t intervals. A method is ``above`` another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold simultaneously with 95 % confidence, and their p-values are corrected for the number of differences
+intervals hold simultaneously with 95 % confidence. Their p-values are corrected for the number of differences
 (Bonferroni). The corrected p-value of the t-test is below 0.05 if and only if the interval excludes zero.
 
 SciPy is imported at its first use.

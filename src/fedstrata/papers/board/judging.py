@@ -62,7 +62,7 @@ class Outcome:
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean of the result ``key`` over the seeds."""
+        """Return the mean, over the seeds, of the results with the given key."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
@@ -130,18 +130,18 @@ class Verdicts:
         return {measure: each for measure, each in every.items() if each is not None}
 
     def difference(self, name: str, measure: str = "accuracy", other: str = BASELINE) -> Difference:
-        """Return an entry's difference from another entry in percentage points, paired by seed."""
+        """Return the difference between two entries in percentage points, paired by seed."""
         own, base = (dict(zip(self.seeds, self.values(each, measure), strict=True)) for each in (name, other))
         return paired_difference(own, base, resolution=RESOLUTION)
 
     @cached_property
     def corrected(self) -> dict[str, float]:
-        """A mapping from each entry to the p-value of its accuracy difference from the baseline (Holm's correction)."""
+        """For each entry, the p-value of the accuracy difference from the baseline, with Holm's correction."""
         p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str, compositions: bool | None = None) -> str | None:
-        """Return the entry with the best validation accuracy within the baseline's budget; None if it is unknown.
+        """Return the entry with the best validation accuracy within the baseline's budget; None if unknown.
 
         The comparison uses each entry's trial with the chosen settings. Entries with personal models are left out,
         because their trials are evaluated on other samples.

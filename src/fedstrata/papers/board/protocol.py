@@ -77,7 +77,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A fixed protocol for the comparison of methods, which is read from a TOML file in this package.
+    """A fixed protocol for comparing methods. The protocol is read from a TOML file in this package.
 
     Args:
         name: Name of the protocol, which includes its version.

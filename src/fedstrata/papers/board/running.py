@@ -81,7 +81,7 @@ class Board:
             pass
 
     def _check(self, column: Column) -> None:
-        """Prepare a run of the baseline. If this succeeds, missing data cannot be the reason for later errors."""
+        """Prepare a run of the baseline. If the preparation succeeds, later errors are not due to missing data."""
         (baseline,) = self.protocol.entries([BASELINE])
         prepare(experiment_of(self.protocol.trials(column, baseline)[0][0]))
 
@@ -137,7 +137,7 @@ class Board:
 
 
 def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, Any]:
-    """Return the results of a tuning trial: the learning curve, and the accuracy that decides the choice of settings.
+    """Return the results of a tuning trial: the learning curve, and the accuracy by which tuning chooses settings.
 
     Args:
         history: History of the trial.
