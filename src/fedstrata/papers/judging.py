@@ -207,7 +207,7 @@ class _Case:
         elif tested:
             measure = texts[0]
             columns, others = (len({each[place] for each in comparisons}) for place in (0, 1))
-            labels = [f" with `{a.column}`" * (columns > 1) + f" against `{a.than}`" * (others > 1) for a in tested]
+            labels = [f" with `{a.column}`" * (columns > 1) + f" (baseline `{a.than}`)" * (others > 1) for a in tested]
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
         if tested and within:
@@ -281,7 +281,7 @@ def _near(case: _Case) -> Judgement:
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
     texts = (
-        f"The accuracy of `{row}` differs from its accuracy with `{reference}` by",
+        f"Compared with `{reference}`, the accuracy of `{row}` changes by",
         f"In each setting, we compare the accuracy of `{row}` with its accuracy in the setting `{reference}`.",
     )
     return case.by_metrics(lambda metric: case.judged(texts, places, metric))
@@ -390,7 +390,7 @@ def _sooner(case: _Case) -> Judgement:
         mine, theirs = (1 + next(i for i, value in enumerate(each) if value >= goal) for each in (curve, other))
         return mine, theirs
 
-    goal = "the same accuracy (the lower of their two best accuracies)"
+    goal = "the same accuracy (the lower of the two best accuracies)"
     texts = (
         f"{case.instead}, the number of rounds to reach {goal} changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",

@@ -24,7 +24,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
     "On this page, a difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
-    "not corrected, and do not decide. In [comparisons](../guides/compare.md#statistics), corrected intervals decide."
+    "not corrected, and do not determine significance (unlike the [intervals of "
+    "comparisons](../guides/compare.md#statistics))."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -231,8 +232,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"Within FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"With no more {cost} than FedAvg, `{name}` has the best validation accuracy. With new seeds, its difference "
-        f"from FedAvg is then {difference}."
+        f"At FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, its accuracy at FedAvg's "
+        f"{cost} differs from FedAvg's accuracy by {difference}."
     )
 
 
