@@ -58,7 +58,7 @@ class View:
             out.
         control: The mean results of the same attacks on random numbers, which do not reveal anything.
         membership: The fraction of pairs for which membership inference is correct, over all attacked updates or sums.
-            The interval of this fraction treats pairs as independent.
+            The interval of this fraction assumes that pairs are independent.
     """
 
     name: str

@@ -267,7 +267,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 score of the counts' sums over all classes or labels (scikit-learn's micro ``f1_score``)."""
+    """F1 score from counts that are summed over all classes or labels (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:

@@ -352,7 +352,7 @@ def _change(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "send", "bytes_down": "receive"}
-"""For each metric of bytes that is compared without a statistical test, the verb for what clients do with the bytes."""
+"""For each number of bytes that is compared without a statistical test, the verb for what clients do with the bytes."""
 
 
 def _ratio(case: _Case) -> Judgement:

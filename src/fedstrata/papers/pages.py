@@ -56,7 +56,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
     """Write all pages about the results into a folder.
 
     Args:
-        out: Folder that contains the results, and in which the pages are written.
+        out: Folder that contains the results, and to which the pages are written.
         quick: Whether the results come from the small experiments of ``--quick``.
 
     Returns:
@@ -91,12 +91,15 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Find missing files and runs without results. Return a mapping from their names to problems.
+    """Find missing files and runs without results.
 
     Args:
         wanted: Tables that were run.
         out: Folder with the results and the pages.
         quick: Whether the results come from the small experiments of ``--quick``.
+
+    Returns:
+        A mapping from the name of each such file or run to the problem.
     """
     results, problems, texts = known(out), dict[str, str](), dict[str, str]()
     for name in [*FILES, *(f"{paper}.md" for paper in PAPERS)]:

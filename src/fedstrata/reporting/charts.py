@@ -212,8 +212,8 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
     """Select the rounds to draw: all rounds in which at least one column has a value.
 
-    If there are too many rounds, some of the rounds in which the first column has a value are selected at even
-    distances.
+    If there are too many rounds, evenly spaced rounds are selected from the rounds in which the first column has a
+    value.
 
     Args:
         rounds: One array per column, shape (R,): the rounds in which the column has values.

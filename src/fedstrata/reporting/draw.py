@@ -45,7 +45,7 @@ FATES = {
     "clients_late": "late",
     "clients_failed": "failed",
 }
-"""For each column with the number of invited clients that have a certain outcome, the outcome's name."""
+"""For each column that contains a number of invited clients, the name of these clients' outcome."""
 
 
 class Quantity(NamedTuple):

@@ -97,7 +97,7 @@ def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference between a method's and a baseline's values with the same seeds.
+    """The mean difference between a method's values and a baseline's values, paired by seed.
 
     Args:
         mean: The mean over the pairs; None without pairs.
@@ -144,7 +144,7 @@ class Difference:
 def paired_difference(
     values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float = 0.0, together: int = 1
 ) -> Difference:
-    """Compute the mean difference between a method's and a baseline's values, paired by seed.
+    """Compute the mean difference between a method's values and a baseline's values, paired by seed.
 
     Args:
         values: A mapping from each seed to the method's value. None stands for a missing value.

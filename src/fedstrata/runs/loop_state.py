@@ -69,7 +69,7 @@ class LoopState:
             server has not used a reply of the client. The array is empty if clients do not have their own test samples.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard``.
         last: The latest evaluation.
-        best: The evaluation with the best primary metric; the first of these evaluations if several are equally good.
+        best: The first evaluation with the best primary metric.
         memory: A mapping from the name of each callback to its state between rounds.
         stopped: The reason why the run was stopped before its last round; empty if the run was not stopped.
         final_model: The model to save at the end of the run, and the model's round; None to save the model of the last

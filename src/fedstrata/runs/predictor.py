@@ -200,8 +200,8 @@ class Predictor:
 
     def __init__(self, module: nn.Module, about: Mapping[str, Any]) -> None:
         self.module = module
-        """The PyTorch module in evaluation mode. The input of the module is normalised samples, as the method
-        ``inputs`` returns them."""
+        """The PyTorch module in evaluation mode. The module takes normalised samples, as the method ``inputs`` returns
+        them."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
         """The labels that ``predict`` may return, in the order of the columns in ``predict_proba``."""
         self.shape: Shape = _shape_of(about)
@@ -456,7 +456,8 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
     """Return the shift and the scale of the inputs.
 
-    For several inputs, return both by input name. Inputs without normalisation are left out.
+    For several inputs, return the shifts and the scales by the inputs' names. Inputs without normalisation are left
+    out.
     """
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])

@@ -41,7 +41,7 @@ def write(
         protocol: Protocol of the board.
         columns: Columns to show.
         entries: Entries (methods and compositions) to show.
-        out: Folder that contains the results, and in which the page is written.
+        out: Folder that contains the results, and to which the page is written.
         summary: Path of the JSON file. Default: ``SUMMARY`` in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
