@@ -523,8 +523,9 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     ]
     lines += ["", *without_holders(found["fashion20"])] if "fashion20" in found else []
     lines += ["", "## Which classes are confused", ""]
-    lines += ["Accuracies compare only the two logits of a pair of classes. *Together* is the mean over pairs that one"]
-    lines += ["client holds, and *apart* over other pairs. The last column is the share of errors in other pairs.", ""]
+    lines += ["Accuracies compare only the two logits of a pair of classes. *Together* is the mean over pairs of"]
+    lines += ["classes at one client, and *apart* is the mean over all other pairs. The last column is the share of"]
+    lines += ["errors in other pairs.", ""]
     lines += [
         "| table | method | seed | together | apart | errors between classes apart |",
         "|---|---|---|---|---|---|",
@@ -548,7 +549,8 @@ def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
     rounds = {seed: [int((found[50:] == n).sum()) for n in (0, 1, 2)] for seed, found in missing.items()}
     for seed, (none, one, two) in rounds.items():
         lines += [
-            f"In {none} of 150 rounds with seed {seed}, every class is present. One is missing in {one}, two in {two}."
+            f"In {none} of 150 rounds with seed {seed}, every class is present. One class is missing in {one} rounds, "
+            f"and two classes in {two}."
         ]
     lines += [""]
     lines += ["| method | seed | all there | one missing | two missing |", "|---|---|---:|---:|---:|"]

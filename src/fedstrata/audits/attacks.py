@@ -23,7 +23,7 @@ from fedstrata.models.model import Model
 TUNING = 16
 """The number of held-out images that feature matching uses to choose a weight from ``PRIORS``.
 
-Decoders do not train on them.
+Decoders do not train on these images.
 """
 PRIORS = (0.003, 0.01, 0.03)
 """The values that feature matching tries for the weight α of the total variation."""
@@ -83,7 +83,7 @@ Invert = Callable[[Tensor, Tensor], Tensor]
 
 
 def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, seed: int, client: int) -> Invert:
-    """Train a decoder to reconstruct held-out images from their features, and return a function that applies it.
+    """Train a decoder to reconstruct held-out images from their features, and return a function that uses the decoder.
 
     Args:
         kind: The class of the decoder.

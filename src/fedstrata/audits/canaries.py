@@ -3,9 +3,9 @@
 Canaries are artificial samples. With probability 1/2, a canary is in a client's data; see
 ``fedstrata.audits.planting``. Training uses the run's own code for sampling, clipping, noise and updates. The attacker
 sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. From each
-update, the attacker subtracts the part predictable from test samples. Each canary belongs to one parameter. If the
-canary was in the data, training decreases this parameter. The attacker sorts the canaries by the changes of their
-parameters. The attacker guesses "in the data" for the largest decreases, and "not in the data" for the largest
+update, the attacker subtracts the part that can be predicted from test samples. Each canary belongs to one parameter.
+If the canary was in the data, training decreases this parameter. The attacker sorts the canaries by the changes of
+their parameters. The attacker guesses "in the data" for the largest decreases, and "not in the data" for the largest
 increases.
 """
 
@@ -178,7 +178,8 @@ def train(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        The sums of visible updates, one per canary's parameter, shape (canaries,), and the engine that ran the clients.
+        For each canary, the sum of the visible updates of the canary's parameter, shape (canaries,). The second value
+        is the engine that ran the clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds
     secure = prepared.spec.privacy.sums == "secure"

@@ -60,9 +60,9 @@ NAME = "gradients"
 SIZES = (1, 2, 4, 8)
 """The default sizes (numbers of samples) of the batch parts whose gradients are attacked."""
 PARTS = 12
-"""The default maximum number of gradients to attack per size of a part."""
+"""The default maximum number of gradients to attack for each size of a part."""
 EXACT = 1e-4
-"""Below this mean squared error of values in [0, 1], a sample counts as recovered exactly (40 dB PSNR)."""
+"""Below this mean squared error of values in [0, 1], we consider a sample to be recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
 """The maximum number of test images of the same class with which a reconstruction is compared."""
 PRIOR = 1e-3
@@ -89,7 +89,7 @@ class SentPart:
 
 
 class Tap(LocalEngine):
-    """A local engine that counts the gradients that clients send for parts of batches, and stores some of them.
+    """A local engine that counts the gradients sent by clients for parts of batches, and stores some of the gradients.
 
     A part is a client's samples in a batch.
 
@@ -97,7 +97,8 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of parts (numbers of samples) for which gradients are stored.
-        parts: The maximum number of gradients to store per size of a part. The stored gradients are drawn at random.
+        parts: The maximum number of gradients to store for each size of a part. The stored gradients are drawn at
+            random.
         seed: The seed of the draws.
     """
 
@@ -146,18 +147,20 @@ class Finding:
 
     Args:
         size: The number of samples.
-        sent: The number of gradients from ``size`` samples that clients sent in the replayed rounds.
+        sent: The number of gradients, each from ``size`` samples, that clients sent in the replayed rounds.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
-        labels_chance: The expected fraction of correct labels for random guesses from the labels of all training
-            samples.
+        labels_chance: The expected fraction of correct labels if guesses are drawn at random from the labels of all
+            training samples.
         rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if this layer is
             not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired so that their total error
             is minimal.
-        error_mean: For comparison, the mean squared error of the mean test image of each sample's class.
+        error_mean: For comparison, the mean squared error if each sample is replaced by the mean test image of its
+            class.
         recognised: The fraction of recognised samples. A sample is recognised if its reconstruction is nearer to the
-            sample than to each of 99 test images of the same class. With random reconstructions, the fraction is 0.01.
+            sample than to each of 99 test images of the same class. With random reconstructions, the expected fraction
+            is 0.01.
     """
 
     size: int
@@ -180,7 +183,8 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last round that the audit ran again.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: The number of gradients that clients sent in these rounds, for each number of samples per gradient.
+        counts: For each number of samples per gradient, the number of gradients that clients sent in the replayed
+            rounds.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         findings: The results, one for each number of samples per gradient.
@@ -220,7 +224,8 @@ def audit_gradients(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
-        SpecError: ``run`` is not a run folder, clients do not send such gradients, or the samples are not images.
+        SpecError: ``run`` is not a run folder, clients do not send gradients for parts of batches, or the samples are
+            not images.
         CheckpointError: The run does not have a checkpoint.
     """
     folder = Path(run)
@@ -244,7 +249,7 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Run rounds, and attack the gradients that clients send in these rounds for parts of batches.
+    """Run the rounds after a checkpoint, and attack the gradients that clients send for parts of batches.
 
     Args:
         prepared: The experiment.

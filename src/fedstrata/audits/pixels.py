@@ -34,7 +34,8 @@ class Pixels:
     def of(cls, data: Dataset) -> Pixels:
         """Create the conversion for a data set.
 
-        Bytes range from 0 to 255. Other types have the range of the values in the training set.
+        For bytes, the range of stored values is 0 to 255. For other types, it is the range of the values in the
+        training set.
 
         Raises:
             SpecError: The samples are not images of at least 7x7 pixels.

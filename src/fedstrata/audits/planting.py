@@ -87,7 +87,7 @@ class Canaries:
 class CanaryLoss(CrossEntropy):
     """The loss of a client with canaries.
 
-    It is the cross-entropy for samples, and a multiple of one parameter for each canary in the data.
+    For samples, the loss is the cross-entropy. For each canary in the data, it is a multiple of one parameter.
 
     Args:
         strength: The norm of a canary's gradient.

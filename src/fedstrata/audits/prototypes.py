@@ -3,8 +3,8 @@
 A prototype is the mean feature vector of a client's images of one class. All attacks have the same targets: the
 prototypes that a client sent and, for comparison, controls. A control is the feature vector of one of the client's
 images, or the mean over a few of these images. Clients do not send controls. If an attack reconstructs an image from a
-control but not from the prototype, averaging hides the image. If the attack fails for both, it is too weak for a
-conclusion.
+control but not from the prototype, averaging hides the image. If the attack fails for both control and prototype, the
+attack is too weak for a conclusion.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Target:
         sent: Whether the feature is a prototype that the client sent. Otherwise, the feature is a control.
         feature: The feature h, shape (d,).
         own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).
-        unseen: Up to n images that the client does not have, of the same class ("strangers").
+        unseen: Up to n images of the same class that the client does not have ("strangers").
     """
 
     client: int
@@ -267,7 +267,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Compare a reconstruction with the feature's images, with the mean of these images, and with strangers."""
+    """Compare a reconstruction with the images behind the feature, with the images' mean, and with strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

@@ -1,9 +1,9 @@
 """Recover the prototypes that clients sent in a run, and the models with which the prototypes were computed.
 
 A prototype is the mean feature vector of a client's samples of one class. A server sees the prototypes and the models,
-but a checkpoint contains only each client's last prototypes, without its model. The rounds between the last two
-checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the prototypes in the
-last checkpoint.
+but a checkpoint contains only each client's last prototypes, without the client's model. The rounds between the last
+two checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the prototypes in
+the last checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sent:
 Watch = Callable[[int, int, str], None]
 """A function that shows progress.
 
-Its arguments are the number of finished steps, the number of all steps, and a description of the next step.
+The arguments are the number of finished steps, the total number of steps, and a description of the next step.
 """
 
 
@@ -96,7 +96,7 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
 
 
 def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
-    """Return the second-to-last and the last checkpoint of a run. The first is None if there is only one checkpoint.
+    """Return the second-to-last checkpoint (None if there is only one checkpoint) and the last checkpoint of a run.
 
     Raises:
         CheckpointError: The run does not have a checkpoint, or is a deployment, in which sites keep clients' states.

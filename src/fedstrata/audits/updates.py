@@ -58,7 +58,7 @@ class View:
             out.
         control: The mean results of the same attacks on random numbers, which do not reveal anything.
         membership: The fraction of pairs for which membership inference is correct, over all attacked updates or sums.
-            The interval of this fraction treats pairs as independent.
+            The interval of this fraction assumes that pairs are independent.
     """
 
     name: str
@@ -108,7 +108,7 @@ def audit_updates(
 
     Args:
         run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
-        parts: The maximum number of attacked updates, and of attacked sums. Updates and sums are drawn at random.
+        parts: The maximum number of updates to attack, and of sums to attack. Updates and sums are drawn at random.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
@@ -139,7 +139,7 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> UpdateAudit:
-    """Run rounds, and attack the updates that clients send in these rounds.
+    """Run the rounds after a checkpoint, and attack the updates that clients send.
 
     Args:
         prepared: The experiment.
@@ -218,7 +218,7 @@ class Reservoir:
 
 
 def attacked(prepared: Prepared, attacker: Attacker, kept: Reservoir, *, seen: bool, seed: int) -> View:
-    """Attack a sample of updates, or a sample of sums.
+    """Attack randomly drawn updates, or randomly drawn sums of updates.
 
     Args:
         prepared: The experiment.

@@ -12,7 +12,7 @@ from fedstrata.federation.allowed import Allowed
 
 
 def request_of(task: Task | None) -> type[Evaluate]:
-    """Return the Python class of the evaluation requests for a task. The value None stands for plain classification."""
+    """Return the Python class of the evaluation requests for a task. For plain classification, the task is None."""
     return Evaluate if task is None or task.has_classes else EvaluateTask
 
 
@@ -25,7 +25,7 @@ def allowed_in_evaluation(
         evaluation: The evaluation settings.
         rounds: The number of rounds of the run. The model of the last round is always evaluated.
         request: The Python class of the requests, which depends on the task.
-        elsewhere: Whether the samples are at real sites. Sites then run all evaluations.
+        elsewhere: Whether the samples are at real sites. In this case, the sites evaluate all models.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}

@@ -38,7 +38,7 @@ def _summary(history: History) -> str:
 
 
 def _curve(history: History) -> str:
-    """Return a curve of the primary metric over the rounds, as SVG. Fewer than two values give an empty string."""
+    """Return a curve of the primary metric over the rounds, as SVG. For fewer than two values, the string is empty."""
     rounds, values = history.points(column_of(history.primary))
     if len(rounds) < 2:
         return ""

@@ -56,10 +56,12 @@ class Evaluator:
     Args:
         settings: The settings of the evaluations.
         model: The architecture, on the device for evaluations.
-        data: The data set, on the same device. If only real sites have test samples, the data set does not contain any.
+        data: The data set, on the same device. If only real sites have test samples, the data set does not contain test
+            samples.
         held: The samples that are not used for training.
         clients: The number N of clients.
-        batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of running statistics.
+        batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of its running
+            statistics.
         remote: Whether the clients' samples are at real sites.
     """
 
@@ -175,8 +177,8 @@ class Evaluator:
 
         Returns:
             A mapping with up to three keys: ``validation`` (the validation samples), ``clients`` (each client's own
-            test samples) and ``test_clients`` (the clients that never train). Each value contains the predictions for
-            these samples.
+            test samples) and ``test_clients`` (samples of the clients that never train). The values are the predictions
+            for these samples.
         """
         held = self.held
         wanted = {

@@ -106,7 +106,7 @@ class History(Sequence[Record]):
         self.stopped = ""
         """The reason why the run stopped before its last round; empty if the run did not stop early."""
         self.model_round: int | None = None
-        """The round of the model that the run saved; None if the run saved the model of the last round."""
+        """The round of the saved model; None if the model of the last round was saved."""
         self.kept: Record = {}
         """The metrics of the saved model; empty if the record of the model's round already contains them."""
         self.warning = ""
@@ -240,7 +240,7 @@ class History(Sequence[Record]):
         return next((value for record in reversed(self) if (value := number_in(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
-        """Return the value of a column in the best round; None if this round does not have a number."""
+        """Return the value of a column in the best round; None if the column has no number in this round."""
         best = self.best_round
         return next((number_in(record, name) for record in self if record["round"] == best), None)
 
@@ -300,11 +300,13 @@ class History(Sequence[Record]):
         - ``method``, ``seed`` and ``rounds``: the method's name, the seed and the number of rounds.
 
         - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the primary metric, whether lower
-          values are better, and its final and best values. Missing if the primary metric is the accuracy.
+          values are better, and its final and best values. These keys are missing if the primary metric is the
+          accuracy.
 
         - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round.
 
-        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples that select it.
+        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples by which it was
+          chosen.
 
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
@@ -474,7 +476,7 @@ def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:
-    """Return the number in a column of a record; None if the record lacks it.
+    """Return the number in a column of a record; None if the record does not contain this number.
 
     A key in a nested dict is ``"outer.inner"``.
     """

@@ -204,9 +204,9 @@ def split_each(
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
     """Choose random samples of each client, stratified by label.
 
-    The choice is a systematic sample. A client's n samples are sorted by label and shuffled within each label. Then,
-    every (n / m)-th sample is chosen. The result contains a fraction m / n of each label's samples, rounded up or down.
-    A real site chooses the same samples as a simulation.
+    The function uses systematic sampling. A client's n samples are sorted by label and shuffled within each label.
+    Then, every (n / m)-th sample is chosen. The result contains a fraction m / n of each label's samples, rounded up or
+    down. A real site chooses the same samples as a simulation.
 
     Args:
         owners: The client of each sample, in ascending order.

@@ -46,8 +46,8 @@ class Evaluate(Request):
         round: The round after which the model is evaluated.
         weights: The global model.
         part: The samples to evaluate on: ``"test"`` or ``"validation"``.
-        personal: Whether the client first personalises the model: it loads its own BatchNorm statistics, and fine-tunes
-            the model.
+        personal: Whether the client first personalises the model: the client loads its own BatchNorm statistics, and
+            fine-tunes the model.
         epochs: The number of epochs of fine-tuning on the client's training samples.
         score_bins: The number of bins in each class's histogram of scores; see ``EvaluationSums``.
         confidence_bins: The number of bins in the histogram of confidence; see ``EvaluationSums``.

@@ -267,7 +267,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 score computed from counts summed over all classes or labels (scikit-learn's micro ``f1_score``)."""
+    """F1 score from counts that are summed over all classes or labels (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -340,7 +340,7 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve. With two classes, the curve of the second class; otherwise, the mean over classes.
+    """Area under the ROC curve: for the second class if there are two classes, and otherwise the mean over all classes.
 
     The ROC curve of a class compares samples of this class with all other samples. The mean leaves out classes to which
     all samples, or none of the samples, belong. If real sites send histograms, the value is approximate, and the record
@@ -678,7 +678,7 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
     """Compute the area under each client's ROC curve from ranks of scores (Mann and Whitney).
 
     The area is the fraction of (positive, negative) pairs of samples in which the positive sample has the higher score.
-    Pairs with equal scores count half.
+    A pair with equal scores contributes one half.
 
     Args:
         scores: The score of each sample, shape (N,).

@@ -35,7 +35,7 @@ class Evaluation(Setting):
             early.
         client_test: Fraction of each client's samples held out for testing, stratified by label. Sites with separate
             test samples ignore this setting.
-        test_clients: Fraction of clients that never train. The model is also evaluated on their samples.
+        test_clients: Fraction of clients that never train. The model is also evaluated on the samples of these clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model before evaluating it on the
             client's test samples. With 0, clients only add their own state, such as BatchNorm statistics, to the global
             model.
@@ -160,8 +160,8 @@ class Evaluation(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the settings as a mapping for a spec.
 
-        A metric without settings is written as its name. The mapping omits ``primary`` if it has its default, so that
-        specs do not differ from those of earlier versions.
+        A metric without settings is written as its name. The mapping omits ``primary`` if its value is the default, so
+        that specs are the same as in earlier versions.
         """
         tables = [plain(metric) for metric in self.metrics]
         table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}

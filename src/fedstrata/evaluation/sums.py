@@ -19,7 +19,7 @@ Reals = NDArray[np.float64]
 EXTREME = 12.0
 """The maximum log-odds in histograms of scores.
 
-Histograms range from −12 to 12. The first and the last bin also count scores outside this range.
+Histograms range from −12 to 12. The first and the last bin also contain the scores outside this range.
 """
 
 

@@ -39,8 +39,8 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
     """Return the bias of FedSSAR's mean update, divided by the norm of the mean update of all N clients.
 
     We assume that all updates have the same norm, that clients of one cluster have equal updates, and that updates of
-    different clusters are orthogonal. A cluster with N_h of the N clients gets m_h of the m draws. The cluster's weight
-    in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
+    different clusters are orthogonal. Of the m draws, m_h are from a cluster with N_h of the N clients. The cluster's
+    weight in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
 
     Args:
         sizes: Number of clients N_h in each cluster. The number of clusters is at most m.
@@ -55,7 +55,7 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
 
 
 def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
-    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups of clients, and s are the groups' shares of clients."""
+    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups, and s are the groups' fractions of all clients."""
     wanted = counts / counts.sum()
     return float(np.linalg.norm(weights - wanted) / np.linalg.norm(wanted))
 
@@ -63,8 +63,8 @@ def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
     """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
 
-    If a stratum does not get a draw, the mean update leaves it out and gives the other strata larger weights, which is
-    a bias. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
+    If no client is drawn from a stratum, the other strata have larger weights in the mean update, so this update is
+    biased. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
 
     Args:
         sizes: Number of clients N_h in each stratum.
@@ -102,9 +102,9 @@ def sampled_variance(
         start: Initial centres of the k-means algorithm that forms the strata. In the paper, these centres are random.
 
     Returns:
-        A dict with two numbers. ``ratio`` is the variance of FedSTS's mean update, divided by the variance of the mean
-        update with uniform sampling without replacement; variances are sums over coordinates. ``bias`` is the norm of
-        the bias of FedSTS's mean update, divided by the norm of the mean gradient of all clients.
+        A dict with two numbers. ``ratio`` is the variance of FedSTS's mean update, divided by the variance for uniform
+        sampling (without replacement). These variances are sums over coordinates. ``bias`` is the norm of the bias of
+        FedSTS's mean update, divided by the norm of the mean gradient of all clients.
     """
     generator = np.random.default_rng(1)
     means = scale * generator.standard_normal((10, 50)) + 0.3
@@ -134,7 +134,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
     Args:
         lengths: Norm of each client's update, shape (N,).
-        aggregator: Aggregator that weights the drawn update.
+        aggregator: Aggregator that determines the weight of the drawn update.
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
@@ -151,7 +151,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
     """Simulate how the server estimates the total number of samples from the clients' randomised reports.
 
-    The function returns the estimates ñ, shape (draws,). They can be below 1, because they are not clipped.
+    The function returns the estimates ñ, shape (draws,). The estimates can be below 1, because they are not clipped.
 
     Args:
         sizes: Number of samples n_k of each of the m participants, shape (m,).
@@ -171,8 +171,9 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
     """Return the root mean square error of p̃, the probability of keeping a sample under privacy (FedSTaS, Lemma 2.2).
 
-    The server wants to keep n* = q n of all n samples, so the correct probability is p = q. If clients keep their sizes
-    private, the server knows only an estimate ñ of n. Clients then use p̃ = min(1, n*/ñ) instead of p.
+    The server wants to keep n* = q n of all n samples, so the correct probability is p = q. If clients keep their
+    numbers of samples private, the server knows only an estimate ñ of n. Clients then use p̃ = min(1, n*/ñ) instead of
+    p.
 
     Args:
         size: Number of samples n_k, which is equal for all participants.
@@ -190,7 +191,7 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """Return the part of the variance of a batch's mean gradient that is due to the labels in the batch.
+    """Return how much of the variance of a batch's mean gradient is due to the batch's labels.
 
     We assume that gradients of different labels are orthogonal and have norm 1. The variance is then the mean of
     ‖b − s‖² over the batches. The vector b contains the label fractions of a batch, and s contains the label fractions
@@ -211,7 +212,7 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Simulate Stratify's uniform selection of clients, and return the mean number of uses per sample for each client.
+    """Simulate Stratify's uniform selection of clients, and return how often each client's samples are used on average.
 
     The simulation covers one epoch in which all samples have the same label. A client can be drawn until each of its
     samples has been used once.
@@ -346,8 +347,8 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
     Returns:
         The variance for each way of drawing, averaged over all clients. With ``strata``, one client is drawn from each
-        of m clusters of equal size. With ``plain``, m of all clients are drawn without replacement, as in FedAvg. With
-        ``returning``, m of all clients are drawn with replacement.
+        of m clusters of equal size. With ``plain``, m of the N clients are drawn without replacement, as in FedAvg.
+        With ``returning``, m clients are drawn from the N clients with replacement.
     """
     generator = np.random.default_rng(0)
     groups = np.arange(clients).reshape(places, -1)

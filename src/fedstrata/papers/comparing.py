@@ -32,7 +32,7 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """A comparison of a claim's row (a method) with another row, or with the row itself in another column (setting).
+    """A comparison of a claim's row (a method) with another row, or with the same row in another column (setting).
 
     Args:
         column: Name of the column in which the claim's row is compared.
@@ -98,7 +98,7 @@ def compared(
 
     Args:
         values: Results of the first row, as a mapping from seeds to numbers.
-        baseline: Results of the second row, which are subtracted, as a mapping from seeds to numbers.
+        baseline: Results of the second row, as a mapping from seeds to the numbers to subtract.
         together: Number of intervals that must hold simultaneously with 95 % confidence.
         unit: Unit of the difference, which is a key of ``UNITS``.
     """
@@ -119,7 +119,7 @@ def predicted(mean: float, sd: float, n: int) -> Range:
 
 
 def predicted_margin(difference: Difference) -> Range | None:
-    """Return the 95 % prediction interval for the accuracy difference of two rows with one more seed, in points.
+    """Return the 95 % prediction interval for the accuracy difference (in points) of two rows with one more seed.
 
     Return None if the two rows have fewer than ``MIN_SEEDS`` seeds in common.
     """

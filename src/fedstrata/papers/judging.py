@@ -105,7 +105,7 @@ def _file(paper: str) -> dict[str, Any]:
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """Judge a claim by the available results. If ``quick`` is true, these results come from small experiments."""
+    """Judge a claim by the available results. If ``quick`` is true, the results come from small experiments."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
@@ -174,10 +174,10 @@ class _Case:
         """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two strings. The first string begins a sentence that ends with one or two differences. The second
-                string is a sentence that introduces more than two differences.
+            texts: Two strings. The first string is the beginning of a sentence that ends with one or two differences.
+                The second string is a sentence that introduces more than two differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
-            key: Key of the results that ``figures`` receives.
+            key: Key of the results to pass to ``figures``.
             figures: Function that takes the results of both places, and returns the two numbers to compare.
             wanted: Whether the claim states that the first number is above or below the second number.
             unit: Unit of the difference, which is a key of ``UNITS``.
@@ -207,7 +207,7 @@ class _Case:
         elif tested:
             measure = texts[0]
             columns, others = (len({each[place] for each in comparisons}) for place in (0, 1))
-            labels = [f" with `{a.column}`" * (columns > 1) + f" against `{a.than}`" * (others > 1) for a in tested]
+            labels = [f" with `{a.column}`" * (columns > 1) + f" (baseline `{a.than}`)" * (others > 1) for a in tested]
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
         if tested and within:
@@ -253,7 +253,7 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
 
 MOST = 2
-"""Maximum number of comparisons that the evidence of a claim lists individually. A larger number is summarised."""
+"""Maximum number of comparisons that the evidence of a claim lists individually instead of summarising them."""
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
@@ -276,12 +276,12 @@ def _above(case: _Case) -> Judgement:
 
 
 def _near(case: _Case) -> Judgement:
-    """Judge whether, in every column, a row is at most ``within`` points below its value in a reference column."""
+    """Judge whether the accuracy in each column is at most ``within`` points below that in a reference column."""
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
     texts = (
-        f"The accuracy of `{row}` differs from its accuracy with `{reference}` by",
+        f"Compared with `{reference}`, the accuracy of `{row}` changes by",
         f"In each setting, we compare the accuracy of `{row}` with its accuracy in the setting `{reference}`.",
     )
     return case.by_metrics(lambda metric: case.judged(texts, places, metric))
@@ -352,7 +352,7 @@ def _change(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "send", "bytes_down": "receive"}
-"""Numbers of bytes that are compared without a statistical test, as a mapping from metrics to verbs."""
+"""For each number of bytes that is compared without a statistical test, the verb for what clients do with the bytes."""
 
 
 def _ratio(case: _Case) -> Judgement:
@@ -379,7 +379,7 @@ def _ratio(case: _Case) -> Judgement:
 
 
 def _sooner(case: _Case) -> Judgement:
-    """Judge whether a row reaches an accuracy in fewer rounds than each other row.
+    """Judge whether a row reaches an accuracy in fewer rounds than every other row.
 
     This accuracy is the lower of the two runs' best accuracies, because both runs reach it. The other run's best
     accuracy would not be a fair target, because a maximum of many noisy values is high by chance.
@@ -390,7 +390,7 @@ def _sooner(case: _Case) -> Judgement:
         mine, theirs = (1 + next(i for i, value in enumerate(each) if value >= goal) for each in (curve, other))
         return mine, theirs
 
-    goal = "the same accuracy (the lower of their two best accuracies)"
+    goal = "the same accuracy (the lower of the two best accuracies)"
     texts = (
         f"{case.instead}, the number of rounds to reach {goal} changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",
@@ -399,7 +399,7 @@ def _sooner(case: _Case) -> Judgement:
 
 
 def _steadier(case: _Case) -> Judgement:
-    """Judge whether, over the last rounds, the accuracy's standard deviation is smaller in a row than in other rows."""
+    """Judge whether a row's accuracy has a smaller standard deviation over the last rounds than that of other rows."""
     last = int(case.about["rounds"])
 
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:

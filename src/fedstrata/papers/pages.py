@@ -56,7 +56,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
     """Write all pages about the results into a folder.
 
     Args:
-        out: Folder that contains the results, and in which the pages are written.
+        out: Folder that contains the results, and to which the pages are written.
         quick: Whether the results come from the small experiments of ``--quick``.
 
     Returns:
@@ -91,12 +91,15 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Find missing files and runs without results. Return a mapping from their names to problems.
+    """Find missing files and runs without results.
 
     Args:
         wanted: Tables that were run.
         out: Folder with the results and the pages.
         quick: Whether the results come from the small experiments of ``--quick``.
+
+    Returns:
+        A mapping from the name of each such file or run to the problem.
     """
     results, problems, texts = known(out), dict[str, str](), dict[str, str]()
     for name in [*FILES, *(f"{paper}.md" for paper in PAPERS)]:
@@ -192,7 +195,7 @@ def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> s
 def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
     """Return HTML with a control that shows all claims, or only the claims with one verdict.
 
-    The style sheet of the site hides the other claims. Without the style sheet, all claims are visible.
+    The style sheet of the site hides the claims with other verdicts. Without the style sheet, all claims are visible.
     """
     count = Counter(verdicts)
     texts = {"all": f"all {count.total()}"} | {
@@ -297,11 +300,12 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Estimate the seconds per round on one core for each row and column. Pairs without an estimate are left out.
+    """Estimate the seconds per round on one core for each pair of a row and a column.
 
     The estimate comes from the first of these sources that exists: finished runs of the row and column, finished runs
     of the row in other columns, the table's file, and finished runs of other rows. Times from other columns are scaled
-    by the number of samples per round: the product of local epochs, clients per round, and samples per client.
+    by the number of samples per round: the product of local epochs, clients per round, and samples per client. Pairs
+    without an estimate are left out.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
@@ -329,7 +333,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and the differences of our experiments from the paper's."""
+    """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = (
         f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."

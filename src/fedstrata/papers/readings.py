@@ -38,7 +38,7 @@ from fedstrata.stratify.schedule import frequencies, schedule
 Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 FEW_MORE = 1.05
-"""Maximum multiple of the baseline's number of bytes or operations that counts as "few more"."""
+"""A number of bytes or operations is "few more" if it is at most this multiple of the baseline's number."""
 EXACT, DRAWN = 0.01, 0.05
 """Maximum relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 
@@ -50,7 +50,7 @@ class Reading:
     Args:
         name: Name by which claims refer to the reading.
         description: Beginning of a sentence that says what is computed.
-        figure: The result, as text that completes this sentence.
+        figure: The result, as text that completes the sentence in ``description``.
         values: The numbers of the result, as a mapping from names to numbers.
         verdict: Whether the result supports the paper's statement.
     """
@@ -72,7 +72,7 @@ def verdict(right: Sequence[bool]) -> Supported:
 
 
 Made = tuple[str, Mapping[str, float], Sequence[bool]]
-"""The result of a calculation: a text, its numbers, and whether the paper's statement holds in each case."""
+"""The result of a calculation: a text, its numbers, and for each case, True if the paper's statement holds."""
 
 _MAKERS: list[Callable[[], Reading]] = []
 """The functions that compute the readings, in the order in which the page shows them."""
@@ -135,8 +135,8 @@ def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
-        f"{allocation.count(0)} strata do not get a draw, and the error of the mean update is {100 * bias:.0f} % of "
-        "the correct update's length"
+        f"no client is drawn from {allocation.count(0)} strata, and the error of the mean update is {100 * bias:.0f} % "
+        "of the correct update's length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
@@ -157,17 +157,17 @@ def _importance() -> Made:
 
 @_reading(
     "fedsts-variance",
-    "In simulations, ten of 100 clients are drawn. The 100 clients form ten groups with similar gradients. Relative to "
-    "uniform sampling, the published sampling changes the variance of the mean update to",
+    "In simulations, ten of 100 clients are drawn. The 100 clients form ten groups with similar gradients. With the "
+    "published sampling, the variance of the mean update is",
 )
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}
     simulated = {name: sampled_variance(*case) for name, case in cases.items()}
-    parts = [f"{100 * each['ratio']:.0f} % with {name}ly separated groups" for name, each in simulated.items()]
+    parts = [f"{100 * each['ratio']:.0f} % ({name}ly separated groups)" for name, each in simulated.items()]
     biases = [f"{100 * each['bias']:.0f} %" for each in simulated.values()]
     text = (
-        f"{' and '.join(parts)}. However, the mean update is biased by {' and '.join(biases)} of its length, "
-        "respectively. The page [Samplers](samplers.md) shows results for MNIST"
+        f"{' and '.join(parts)} of the variance with uniform sampling. However, the mean update is biased by "
+        f"{' and '.join(biases)} of its length, respectively. The page [Samplers](samplers.md) shows results for MNIST"
     )
     values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
     return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
@@ -199,7 +199,7 @@ def _private_samples() -> Made:
         "all": float((keep == 1).mean()),
     }
     text = (
-        f"a sample is kept with a mean probability of {values['keep']:.2f}, but the wanted probability is 0.10. In "
+        f"a sample is kept with a mean probability of {values['keep']:.2f}, but the intended probability is 0.10. In "
         f"{100 * values['all']:.1f} % of the simulated rounds, all samples are kept"
     )
     return text, values, [abs(values["keep"] / 0.1 - 1) <= DRAWN]
@@ -207,7 +207,7 @@ def _private_samples() -> Made:
 
 @_reading(
     "ldp-limit",
-    "With privacy (ε = 3, M = 100), a sample is kept with probability p̃. The wanted probability is p = 0.1, and the "
+    "With privacy (ε = 3, M = 100), a sample is kept with probability p̃. The intended probability is p = 0.1, and the "
     "root mean square error of p̃ is",
 )
 def _limit() -> Made:

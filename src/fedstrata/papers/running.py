@@ -137,7 +137,7 @@ def run_one(
     finished: Callable[[Path], Container[str]] = known,
     device: str = "cpu",
 ) -> dict[str, Any] | None:
-    """Run one experiment of a table. Skip it if it is finished, or if another process is running it.
+    """Run one experiment of a table. Skip the experiment if it is finished, or if another process is running it.
 
     An experiment (``Cell``) is the run of one row and column with one seed.
 
@@ -206,9 +206,9 @@ def about_strata(history: History, folder: Path) -> dict[str, Any]:
     """Return statistics of the strata of a run; an empty dict if the sampler does not form strata.
 
     Returns:
-        A dict of statistics. ``strata`` is the number of strata in the first round. ``undrawn`` is the mean percentage
-        of strata per round from which no client was drawn. ``purity`` is the percentage of samples that have the most
-        frequent label of their stratum, according to the last checkpoint.
+        A dict of statistics. ``strata`` is the number of strata in the first round. ``undrawn`` is the percentage of
+        strata from which no client was drawn, averaged over the rounds. ``purity`` is the percentage of samples that
+        have the most frequent label of their stratum, according to the last checkpoint.
     """
     if "strata_sizes" not in history[0]:
         return {}

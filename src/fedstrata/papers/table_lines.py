@@ -111,7 +111,7 @@ def _published(table: Table, row: str, column: str) -> tuple[str, str]:
 
 
 def _is_outside(published: float | None, estimate: Estimate) -> bool:
-    """Return True if a paper's number lies outside the 95 % prediction interval for one more of our runs.
+    """Return True if a paper's number lies outside the 95 % prediction interval for a further run of our experiment.
 
     The interval is mean ± t · sd · √(1 + 1/n), over our n runs.
     """

@@ -34,7 +34,7 @@ METRICS = {
     "best": "accuracy of the best round",
     "mean": "mean accuracy over the rounds",
 }
-"""A mapping from each metric that a table can use to the metric's description. All metrics are in percent."""
+"""For each metric that a table can use, a description. All metrics are in percent."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def label_ends(
     """Write each line's label to the right of the axes, at the height of the line's end. Move overlapping labels apart.
 
     Args:
-        axes: The axes, after all lines are drawn and all limits are set. Their figure must have its final size.
+        axes: The axes, after all lines are drawn and all limits are set. The figure must already have its final size.
         ends: The last points of the lines.
         size: The size of the text in points.
         longest: The maximum number of characters of a label.
@@ -136,7 +136,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Style axes that show rounds horizontally. If lines have labels, add a legend above the chart."""
+    """Style axes whose horizontal axis shows rounds. If lines have labels, add a legend above the chart."""
     from matplotlib.ticker import MaxNLocator
 
     style_axes(axes, "round", ylabel)

@@ -26,7 +26,7 @@ NUMBERS = 300_000
 POINTS = 400
 """The maximum number of points per curve."""
 OWN = 24
-"""The maximum number of drawn columns that only some methods record."""
+"""The maximum number of columns to draw among the columns that only some methods record."""
 BARS = 240
 """The maximum number of bars in the participation chart. If a run has more rounds, each bar covers several rounds."""
 CLASSES = 40
@@ -119,7 +119,7 @@ def _total(history: History, key: str) -> float:
 
 
 def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
-    """Return a column's name with the unit, its limits in this unit, and whether higher or lower values are better.
+    """Return a column's name with the unit, its limits in this unit, and the direction in which values become better.
 
     Args:
         key: The column.
@@ -135,7 +135,7 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """List the columns that can be drawn over rounds: first the primary metric, then the other metrics.
 
-    Columns that only some methods record come last. They are left out if their values never change.
+    Columns that only some methods record come last, and are left out if their values never change.
     """
     changes: dict[str, bool] = {}
     """For each column that only some methods record, whether the column's values change in any run."""
@@ -212,7 +212,8 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
     """Select the rounds to draw: all rounds in which at least one column has a value.
 
-    If there are too many rounds, evenly spaced rounds of the first column are selected.
+    If there are too many rounds, evenly spaced rounds are selected from the rounds in which the first column has a
+    value.
 
     Args:
         rounds: One array per column, shape (R,): the rounds in which the column has values.
@@ -228,7 +229,8 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """Count the invited clients with each outcome, such as a dropout, for each bar of the participation chart.
 
-    In the records, refused replies are failures. This function uses the run's events to count them separately.
+    In the records, refused replies are failures. This function uses the run's events to count refused replies
+    separately.
 
     Returns:
         A dict for JSON. The key ``run`` contains the run's name, ``rounds`` the number of rounds, and ``each`` the
@@ -259,8 +261,8 @@ def absences(run: Run, classes: int) -> dict[str, Any] | None:
     Returns:
         A dict for JSON. The keys ``run``, ``rounds`` and ``each`` have the same meaning as in ``fates``. The key
         ``some`` contains the number of rounds in which at least one class was absent. The key ``rows`` contains a
-        string for each class, with one digit per bar. The digit is 0 if the class was present in all rounds of the bar,
-        and 4 if the class was absent in all rounds.
+        string for each class, with one digit per bar. The digit is 0 if the class was present in all rounds that the
+        bar covers, and 4 if it was absent in all these rounds.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)

@@ -74,7 +74,7 @@ class Contrast:
         difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
             baseline.
         stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
-        kept: A string that names the round whose model the runs saved; see ``tables.kept``.
+        kept: A string that names the round of the saved model; see ``tables.kept``.
     """
 
     key: str
@@ -129,14 +129,14 @@ def contrast(
 ) -> Contrasts:
     """Compare the runs of each method with the runs of a baseline, by measures such as the final accuracy.
 
-    A measure can be limited to a budget, such as a number of bytes. Its value then comes from the last evaluation
-    within the budget. A run does not have a value if it spent less than the budget in total.
+    A measure can be limited to a budget, such as a number of bytes. The measure's value then comes from the last
+    evaluation within the budget. A run does not have a value if it spent less than the budget in total.
 
     Args:
         runs: A mapping from each method to the histories of its runs, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            or ``rounds_to_T`` for a target T. Columns of the records are also measures. Their values come from the
-            round of the saved model. Default: the primary metric at the end, at equal bytes and at equal samples.
+            or ``rounds_to_T`` for a target T. Columns of the records are also measures, with the values in the round of
+            the saved model. Default: the primary metric at the end of the runs, at equal bytes, and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. None stands for
             the largest amount that every run reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.

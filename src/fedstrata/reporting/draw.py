@@ -45,7 +45,7 @@ FATES = {
     "clients_late": "late",
     "clients_failed": "failed",
 }
-"""For each column that counts an outcome of invited clients, the outcome's name."""
+"""For each column that contains a number of invited clients, the name of these clients' outcome."""
 
 
 class Quantity(NamedTuple):
@@ -241,7 +241,7 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the cumulative data sent and received after each of R rounds, in MB, as a mean over seeds, shape (R,)."""
+    """Return the amount of data sent and received until each of R rounds, in MB, as a mean over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
@@ -256,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the number of invited clients with each outcome per round, as stacked means over seeds."""
+    """For each round, draw the number of invited clients with each outcome, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)

@@ -68,8 +68,8 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 def write_comparison(folder: Path | str) -> list[tables.Row]:
     """Write the report of a comparison into its folder: tables, pictures and an HTML page.
 
-    The files are ``table.md``, ``table.json``, two figures (see ``plot_comparison``) and ``report.html``. They show
-    only finished runs, or all runs if none has finished.
+    The files are ``table.md``, ``table.json``, two figures (see ``plot_comparison``) and ``report.html``. The files
+    show only finished runs, or all runs if none is finished.
 
     Returns:
         The rows of the table.
@@ -132,7 +132,7 @@ def render(
     Args:
         runs: The runs to show.
         every: All runs, including unfinished runs that are not shown. Default: ``runs``.
-        folder: The folder of the comparison. The report suggests a command that adds seeds.
+        folder: The folder of the comparison. If given, the report suggests a command that adds seeds to the comparison.
     """
     every, runs = every or runs, _named(runs)
     several = by_data(runs)
@@ -312,7 +312,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Count the events and their clients for each method and kind of event. A client counts once per event.
+    """Count the events and their clients for each method and kind of event. A client is counted once per event.
 
     Methods with equal counts share a row. Equal counts are frequent, because dropouts depend only on the seed.
     """
@@ -336,7 +336,7 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values for the report's section about one method: its runs, other records, events and spec."""
+    """Return the values for the report's section about one method: runs, events, spec and values without curves."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
     # Errors come first. An error has the entry ``reason``, but an expected event, such as a dropout, does not.

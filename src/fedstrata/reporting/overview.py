@@ -83,7 +83,8 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
     Args:
         runs: A mapping from each method to its runs, one per seed.
-        comparison: The comparison of the runs. Its first measure must be the final value of the primary metric.
+        comparison: The comparison of the runs. The first measure of the comparison must be the final value of the
+            primary metric.
         labels: The methods' labels, sorted from the best method to the worst.
     """
     members = histories(runs)

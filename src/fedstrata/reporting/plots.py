@@ -54,7 +54,7 @@ def plot(
     title: str = "",
     narrow: bool = False,
 ) -> Figure:
-    """Plot a column of the records over the rounds: the mean over seeds as a line, one standard deviation as a band.
+    """Plot a column of the records over the rounds: the mean over seeds, with a band of one standard deviation.
 
     The name of a method is written beside the end of its line. With more than 8 methods, only the baseline (the first
     method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only the
@@ -91,7 +91,7 @@ def plot(
 
 
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
-    """Plot the primary metric over rounds and over sent data, as PNG files and as PDF files for a paper's column.
+    """Plot the primary metric over rounds and over bytes, as PNG files, and as PDF files that fit a paper's column.
 
     The files of the first figure have the name of the metric, such as ``accuracy.png``. The files of the second figure
     have the name ``traffic``.

@@ -86,9 +86,9 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
     """Read the runs in run folders and compare folders, and group the runs by label.
 
     A compare folder contains run folders ``LABEL/seed-S/``. The function also accepts a single folder ``LABEL``. The
-    labels of a compare folder are in the order of the comparison. If this order is unknown, they are sorted by name.
-    The label of a single run folder is the folder's name. If labels of several folders are equal, the name of the
-    parent folder is added before each label.
+    labels of a compare folder are in the order of the comparison. If the order is unknown, the labels are sorted by
+    name. The label of a single run folder is the folder's name. If several folders have the same label, the name of the
+    parent folder is added before each of these labels.
 
     Args:
         folders: One folder, or several.
@@ -112,8 +112,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
     """Store the order of a comparison's labels in the comparison's folder.
 
-    If ``labels`` contains all labels that the folder already lists, store the order of ``labels``. Otherwise, add new
-    labels at the end, so that the first label (the baseline) stays first.
+    If ``labels`` contains all labels that are already stored, store the order of ``labels``. Otherwise, add new labels
+    at the end, so that the first label (the baseline) stays first.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))

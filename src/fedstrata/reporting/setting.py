@@ -115,7 +115,7 @@ def _text(value: object) -> str:
 
 
 def _values(specs: Sequence[Mapping[str, Any]], key: str, factor: int = 1) -> str:
-    """Return the values of a setting in words, such as ``20 or 100``; an empty string if specs do not contain it."""
+    """Return the values of a setting in words, such as ``20 or 100``; empty if specs do not contain the setting."""
     numbers = sorted({spec[key] * factor for spec in specs if isinstance(spec.get(key), (int, float))})
     if len(numbers) > SHOWN:
         return f"{numbers[0]:.6g} to {numbers[-1]:.6g}"

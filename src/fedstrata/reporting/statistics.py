@@ -2,7 +2,7 @@
 
 All intervals are Student's t intervals. A method is ``above`` another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold simultaneously with 95 % confidence, and their p-values are corrected for the number of differences
+intervals hold simultaneously with 95 % confidence. Their p-values are corrected for the number of differences
 (Bonferroni). The corrected p-value of the t-test is below 0.05 if and only if the interval excludes zero.
 
 SciPy is imported at its first use.
@@ -97,7 +97,7 @@ def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference between a method's and a baseline's values with the same seeds.
+    """The mean difference between a method's values and a baseline's values, paired by seed.
 
     Args:
         mean: The mean over the pairs; None without pairs.
@@ -144,14 +144,14 @@ class Difference:
 def paired_difference(
     values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float = 0.0, together: int = 1
 ) -> Difference:
-    """Compute the mean difference between a method's and a baseline's values, paired by seed.
+    """Compute the mean difference between a method's values and a baseline's values, paired by seed.
 
     Args:
         values: A mapping from each seed to the method's value. None stands for a missing value.
         baseline: A mapping from each seed to the baseline's value.
         test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
-        resolution: The unit to which the values are rounded. The standard deviation is then at least that of rounding
-            errors, so equal differences do not give an interval of length 0.
+        resolution: The unit to which the values are rounded. The standard deviation is then at least the standard
+            deviation of rounding errors. Equal differences therefore do not give an interval of length 0.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:
@@ -198,7 +198,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
     """Return the number of seeds with which the interval would exclude zero, if mean and deviation stayed the same.
 
     Args:
-        difference: The mean difference per seed. There must be at least two differences that are not all equal.
+        difference: The difference. Its ``each`` must contain at least two numbers that are not all equal.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Returns:

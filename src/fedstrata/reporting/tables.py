@@ -24,7 +24,7 @@ class Row:
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
         stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
-        kept: A string that names the round whose model the runs saved (see ``kept``); None for the last round.
+        kept: A string that names the round of the saved model (see ``kept``); None for the last round.
         at_once: The keys ``rounds_to_T`` of the default targets that all runs reached in their first evaluated round.
     """
 
@@ -149,9 +149,10 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 
 
 def kept(members: Sequence[History]) -> str | None:
-    """Return a string that names the round whose model was saved, such as ``round of the best validation auroc``.
+    """Return a string that names the round of the saved model, such as ``round of the best validation auroc``.
 
-    The result is None if all runs saved the model of the last round. The result is empty if the runs differ.
+    The result is None if the model of the last round was saved in all runs. The result is empty if a saved model is not
+    from the best round on validation samples.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -295,7 +296,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
     """Return sentences about methods whose final values do not describe the model of the last round; usually empty.
 
     Args:
-        models: For each method, the result of ``kept``, which names the round whose model the runs saved.
+        models: For each method, the result of ``kept``, which names the round of the saved model.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are from the saved model (round of the best validation auroc).']
@@ -358,7 +359,7 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as dicts for JSON: the label, the seeds, and the mean, ``sd`` and ``n`` of each measure.
 
     If runs of a method broke down, ``stuck`` is the number of these runs. If final values come from a model that was
-    saved before the last round, ``kept`` names its round.
+    saved before the last round, ``kept`` names the round of this model.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

@@ -60,7 +60,7 @@ def divergences(noise: float, rate: float) -> NDArray[np.float64]:
 
 
 class RunAccountant(Protocol):
-    """Counts the rounds in which each client takes part, and computes the largest ε of all clients.
+    """An object that counts the rounds in which each client takes part, and computes the largest ε of all clients.
 
     The counts are stored in ``Simulation.memory``, which is part of every checkpoint.
     """
@@ -93,7 +93,8 @@ class Accountant(RunAccountant):
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
         sizes: Number of samples of each client, shape (N,). We assume that the numbers of samples are public.
-        known: Whether the numbers of samples are known before the run. Otherwise, replies contain them.
+        known: Whether the numbers of samples are known before the run. Otherwise, the clients' replies contain these
+            numbers.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

@@ -51,7 +51,7 @@ class Checkpoint:
         state: The method's state.
         clients: A mapping from each client to the file with the client's state. Clients without a state are left out.
         remote: Whether the sites (the clients' own machines) store the clients' states. Otherwise, the checkpoint
-            contains them.
+            contains the states.
         identity: The run's identity; None if the checkpoint has no identity.
         logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of its last line when the
             checkpoint was saved.

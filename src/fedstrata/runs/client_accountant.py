@@ -36,8 +36,8 @@ With less noise, sampling hardly affects ε.
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     """Return the probability that a client takes part in a round; None if client sampling does not lower ε.
 
-    Sampling lowers ε only if each client is drawn independently in every round, and if others do not see which clients
-    take part. A limit on the number of rounds per client makes the draws dependent.
+    Sampling lowers ε only if each client is drawn independently in every round, and if other parties do not see which
+    clients take part. A limit on the number of rounds per client makes the draws dependent.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
     if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
@@ -97,7 +97,7 @@ class ClientAccountant(RunAccountant):
         """Count a round for each client that could take part; see ``RunAccountant``.
 
         The round also counts for invited clients that did not reply, because replies must not affect later invitations.
-        With Poisson sampling, the round counts for all clients, because the server could have drawn every client.
+        With Poisson sampling, the round counts for all clients, because the server could have drawn any client.
         """
         rounds = self._rounds(memory).copy()
         rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1
@@ -159,7 +159,8 @@ class SharesAccountant(ClientAccountant):
         super().__init__(dp, clients, None)
         self._form = form
         self.secret = False
-        """Whether the noise comes from the sites' operating systems. Otherwise, it comes from the spec's seed."""
+        """Whether the noise comes from the sites' operating systems. Otherwise, the noise depends on the spec's
+        seed."""
 
     @override
     def _epsilon(self, rounds: int) -> float:

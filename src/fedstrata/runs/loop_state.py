@@ -38,7 +38,7 @@ class Measured:
 
 @record("LoopState")
 class SavedLoopState:
-    """The fields of ``LoopState`` that checkpoints store. Some fields have other names here.
+    """The fields of ``LoopState`` that checkpoints store. Some fields have other names than in ``LoopState``.
 
     Args:
         heard: For each client, the latest round in which the server used the client's reply (``last_reply`` of
@@ -69,7 +69,7 @@ class LoopState:
             server has not used a reply of the client. The array is empty if clients do not have their own test samples.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard``.
         last: The latest evaluation.
-        best: The evaluation with the best primary metric. If several evaluations are equally good, the first of them.
+        best: The first evaluation with the best primary metric.
         memory: A mapping from the name of each callback to its state between rounds.
         stopped: The reason why the run was stopped before its last round; empty if the run was not stopped.
         final_model: The model to save at the end of the run, and the model's round; None to save the model of the last
@@ -116,8 +116,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of *unheard* clients, of which the server has not used a reply recently.
 
-        Recently means after the first of the last ``evaluations`` evaluations or, if the run has had fewer evaluations,
-        in any round.
+        *Recently* means after the first of the last ``evaluations`` evaluations. If the run has had fewer evaluations,
+        it means in any round.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

@@ -147,7 +147,7 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
         model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. ``load`` does not change
             the module, and ignores its trainable parameters. The folder does not contain frozen parameters, so the
-            module's frozen parameters must equal the run's.
+            module's frozen parameters must equal the frozen parameters of the run.
 
     Raises:
         SpecError: The folder does not contain a finished run, or ``model`` is missing or does not fit the run.
@@ -200,7 +200,8 @@ class Predictor:
 
     def __init__(self, module: nn.Module, about: Mapping[str, Any]) -> None:
         self.module = module
-        """The PyTorch module in evaluation mode. It takes normalised samples, which ``inputs`` returns."""
+        """The PyTorch module in evaluation mode. The module takes normalised samples, as the method ``inputs`` returns
+        them."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
         """The labels that ``predict`` may return, in the order of the columns in ``predict_proba``."""
         self.shape: Shape = _shape_of(about)
@@ -234,9 +235,9 @@ class Predictor:
             The labels, shape (N,). Labels are integers if all class names are integers, and otherwise strings. For
             example, the labels "0" and "1" are returned as integers, and the labels True and False as strings.
 
-            Other tasks return other predictions. Regression returns numbers in the unit of the targets, shape (N,), or
-            (N, K) for K targets. With several labels per sample, the result has shape (N, K), with 1 for each predicted
-            label. Next-token prediction and segmentation return a class for each token or pixel.
+            The predictions of other tasks have other meanings. Regression returns numbers in the unit of the targets,
+            shape (N,), or (N, K) for K targets. With several labels per sample, the result has shape (N, K), with 1 for
+            each predicted label. Next-token prediction and segmentation return a class for each token or pixel.
 
         Raises:
             DataError: A cell does not match the schema, or a value is missing in a column without a rule for missing
@@ -370,7 +371,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _labels(names: list[str]) -> tuple[int | str, ...]:
-    """Convert class names to labels. Labels are the names, as integers if all names are integers.
+    """Convert class names to labels: to integers if all names are integers, and otherwise to strings.
 
     >>> _labels(["-1", "7"]), _labels(["1", "1.5"]), _labels(["07", "7"])
     ((-1, 7), ('1', '1.5'), ('07', '7'))
@@ -455,7 +456,8 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
     """Return the shift and the scale of the inputs.
 
-    For several inputs, return both by input name. Inputs without normalisation are left out.
+    For several inputs, return the shifts and the scales by the inputs' names. Inputs without normalisation are left
+    out.
     """
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])

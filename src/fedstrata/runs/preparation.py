@@ -275,7 +275,7 @@ def _attacked(attack: Attack, dataset: Dataset, assignment: Assignment, seed: in
 
 
 def _check_optimizer(method: Method, config: FederationConfig) -> None:
-    """Raise ``SpecError`` if the optimiser does not suit the method, or cannot take steps on the model."""
+    """Raise ``SpecError`` if the optimiser does not suit the method, or cannot update the model."""
     training, objective = config.training, method.objective_in_use()
     reason = method.needs_sgd or objective.needs_sgd
     if reason and not training.optimizer.is_sgd:

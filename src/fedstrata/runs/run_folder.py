@@ -304,7 +304,8 @@ class RunFolder:
     def _broken_down(self) -> str:
         """Return a warning if clients failed and no reply could be used in the last rounds; otherwise an empty string.
 
-        The warning requires at least two rounds without usable replies, because a single round may be chance.
+        The warning requires at least two rounds without usable replies, because a single such round may be due to
+        chance.
         """
         dead = list(takewhile(lambda r: r["clients_failed"] and not r["clients_returned"], reversed(self.history)))
         if len(dead) < 2:
@@ -383,7 +384,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
     Args:
         folder: The run folder.
-        key: The name of the folder's option, for the error message.
+        key: The key that precedes the folder's path in the error message, such as ``--resume``.
         overrides: Changed settings as ``section.key=value``. Only some settings may change when a run is resumed.
 
     Raises:
@@ -403,7 +404,7 @@ def prepare_again(folder: Path, key: str) -> Prepared:
 
     Args:
         folder: The run folder.
-        key: The name of the folder's option, for the error message.
+        key: The key that precedes the folder's path in the error message, such as ``--resume``.
 
     Raises:
         SpecError: The folder is not a run folder, or the spec, the data or the code has changed since the run.

@@ -380,7 +380,7 @@ class Simulation:
     def evaluate_saved(self) -> dict[str, Any]:
         """Evaluate the model that ``leave`` chose.
 
-        The result is empty if ``leave`` was not called, or if the model was evaluated before.
+        The result is empty if ``leave`` was not called, or if this model had already been evaluated.
         """
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:

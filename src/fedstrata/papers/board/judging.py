@@ -24,7 +24,7 @@ MEASURES = {
 }
 """A mapping from the measures of the board to headings of a table. All measures are accuracies in percent."""
 BUDGETS = {"at_bytes": 2, "at_samples": 3}
-"""For each measure at equal cost, the index of this cost in each point of a learning curve; see ``running.curve``."""
+"""For each measure at equal cost, the index of the cost in the points of a learning curve; see ``running.curve``."""
 FEW_MORE = 1.05
 """A run may cost up to this multiple of the baseline's cost, because the methods' messages differ by a few bytes."""
 RESOLUTION = 0.01
@@ -62,7 +62,7 @@ class Outcome:
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean of the result ``key`` over the seeds."""
+        """Return the mean, over the seeds, of the results with the given key."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
@@ -80,12 +80,12 @@ def within(points: Curve, place: int, budget: float) -> float | None:
     """Return a run's accuracy within a budget; None if the first evaluation is already beyond the budget.
 
     The accuracy is a mean over the evaluations in the last fifth of the rounds within the budget. If the whole run
-    costs less than the budget, the last fifth of the run counts.
+    costs less than the budget, the mean is over the last fifth of the run.
 
     Args:
         points: Points of the run's curve; see ``running.curve``.
         place: Index of the cost within each point of the curve.
-        budget: Maximum cost. Runs may exceed this cost by the factor ``FEW_MORE``.
+        budget: Maximum cost. Points of up to ``FEW_MORE`` times this cost are also within the budget.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:
@@ -130,18 +130,18 @@ class Verdicts:
         return {measure: each for measure, each in every.items() if each is not None}
 
     def difference(self, name: str, measure: str = "accuracy", other: str = BASELINE) -> Difference:
-        """Return an entry's difference from another entry in percentage points, paired by seed."""
+        """Return the difference between two entries in percentage points, paired by seed."""
         own, base = (dict(zip(self.seeds, self.values(each, measure), strict=True)) for each in (name, other))
         return paired_difference(own, base, resolution=RESOLUTION)
 
     @cached_property
     def corrected(self) -> dict[str, float]:
-        """A mapping from each entry to the p-value of its accuracy difference from the baseline (Holm's correction)."""
+        """For each entry, the p-value of the accuracy difference from the baseline, with Holm's correction."""
         p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str, compositions: bool | None = None) -> str | None:
-        """Return the entry with the best validation accuracy within the baseline's budget; None if it is unknown.
+        """Return the entry with the best validation accuracy within the baseline's budget; None if unknown.
 
         The comparison uses each entry's trial with the chosen settings. Entries with personal models are left out,
         because their trials are evaluated on other samples.
@@ -162,14 +162,14 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Contest:
-    """A comparison of the best composition with the best method of a column, at equal cost.
+    """A comparison, in one column and at equal cost, of the best composition with the best method.
 
     Args:
         column: Name of the column.
         measure: A key of ``BUDGETS``, which defines the cost.
         composition: Composition with the best validation accuracy.
         method: Method with the best validation accuracy.
-        difference: The composition's difference from the method in percentage points, for the seeds of the protocol.
+        difference: The composition's accuracy minus the method's accuracy in percentage points, over all seeds.
     """
 
     column: str
@@ -180,7 +180,7 @@ class Contest:
 
 
 def contests(columns: Sequence[Verdicts]) -> list[Contest]:
-    """Compare the best composition with the best method of each column, at the baseline's bytes and samples."""
+    """For each column, compare the best composition with the best method, within the baseline's bytes and samples."""
     found = []
     for column in columns:
         for measure in BUDGETS if column.complete else ():

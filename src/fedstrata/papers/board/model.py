@@ -8,7 +8,7 @@ from fedstrata.models.zoo import CNN
 
 
 class HalvedCNN(CNN):
-    """The network ``cnn``, preceded by 2x2 average pooling; it needs about a quarter of the operations of ``cnn``."""
+    """The network ``cnn`` after 2x2 average pooling, which reduces the number of operations to about a quarter."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the PyTorch module; see ``ModelSpec.build`` for the arguments."""

@@ -24,7 +24,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
     "On this page, a difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
-    "not corrected, and do not decide. In [comparisons](../guides/compare.md#statistics), corrected intervals decide."
+    "not corrected, and do not determine significance (unlike the [intervals of "
+    "comparisons](../guides/compare.md#statistics))."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -40,7 +41,7 @@ def write(
         protocol: Protocol of the board.
         columns: Columns to show.
         entries: Entries (methods and compositions) to show.
-        out: Folder that contains the results, and in which the page is written.
+        out: Folder that contains the results, and to which the page is written.
         summary: Path of the JSON file. Default: ``SUMMARY`` in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -202,7 +203,7 @@ def _comparison(verdicts: Verdicts) -> list[str]:
 
 
 def _ranking(verdicts: Verdicts) -> list[str]:
-    """Return lines about the best entries at equal cost and about the ranking, with its picture."""
+    """Return lines about the best entries at equal cost, and about the ranking with a picture."""
     if not verdicts.complete:
         return []
     lines, picture = [_best(verdicts, measure) for measure in BUDGETS], list[str]()
@@ -232,8 +233,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"Within FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"With no more {cost} than FedAvg, `{name}` has the best validation accuracy. With new seeds, its difference "
-        f"from FedAvg is then {difference}."
+        f"At FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, its accuracy at FedAvg's "
+        f"{cost} differs from FedAvg's accuracy by {difference}."
     )
 
 

@@ -23,10 +23,10 @@ def progress(
     """Count the finished cells of the board, and estimate the time for the missing cells.
 
     Returns:
-        A dict with two lists: ``columns`` contains a dict per column, and ``entries`` contains a dict per entry. The
-        dicts have a ``name``, the number of ``cells``, the number of finished cells (``done``), and the expected
-        ``hours`` for the missing cells on one core. A cell is a trial or a run with a seed. ``refused`` is the number
-        of (entry, column) pairs that cannot be trained. These pairs do not have cells.
+        A dict with two lists: ``columns`` contains a dict per column, and ``entries`` contains a dict per entry. Each
+        dict has the keys ``name``, ``cells`` (number of cells), ``done`` (number of finished cells) and ``hours``
+        (expected time for the missing cells on one core). A cell is a tuning trial, or a run with one seed. ``refused``
+        is the number of (entry, column) pairs that cannot be trained. These pairs do not have cells.
     """
     seconds = measured(out, protocol)
     counts = [

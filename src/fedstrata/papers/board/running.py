@@ -54,7 +54,7 @@ def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> 
 
 
 class Board:
-    """Runs the experiments of the board in this process.
+    """Executes the experiments of the board in this process.
 
     Args:
         protocol: Protocol of the board.
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all experiments that do not have a result yet, until this process does not find any more."""
+        """Run the experiments that do not have a result yet, until this process cannot run any further experiment."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -81,7 +81,7 @@ class Board:
             pass
 
     def _check(self, column: Column) -> None:
-        """Prepare a run of the baseline. If this succeeds, missing data cannot be the reason for later errors."""
+        """Prepare a run of the baseline. If the preparation succeeds, later errors are not due to missing data."""
         (baseline,) = self.protocol.entries([BASELINE])
         prepare(experiment_of(self.protocol.trials(column, baseline)[0][0]))
 
@@ -137,7 +137,7 @@ class Board:
 
 
 def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, Any]:
-    """Return the results of a tuning trial: the learning curve, and the accuracy that decides the choice of settings.
+    """Return the results of a tuning trial: the learning curve, and the accuracy by which tuning chooses settings.
 
     Args:
         history: History of the trial.

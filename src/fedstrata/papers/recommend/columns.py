@@ -74,7 +74,7 @@ class Column:
 
     @cached_property
     def differences(self) -> dict[str, Difference]:
-        """The difference of each method's accuracy from the baseline's accuracy in percentage points, paired by seed.
+        """For each method, the accuracy difference from the baseline in percentage points, paired by seed.
 
         With 95 % confidence, the intervals of all methods hold simultaneously (Bonferroni).
         """

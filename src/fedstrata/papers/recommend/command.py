@@ -56,7 +56,7 @@ def _recommend(options: argparse.Namespace) -> None:
 
 
 def _command(options: argparse.Namespace, advice: Advice) -> str:
-    """Return the command that compares the recommended methods. The command leaves out overrides of the method.
+    """Return the command that compares the recommended methods. The command omits overrides of ``method``.
 
     If only FedAvg is recommended, the command compares FedAvg with local training and with centralised training.
     """

@@ -33,9 +33,10 @@ class Properties:
         step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
         online: Mean number of online clients per round, divided by N.
         offline_rounds: Mean number of consecutive rounds in which a client is offline, or 0 if all clients are always
-            online. Rounds before the first and after the last round do not count.
-        size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online. The
-            value is 0 if all clients have equally many samples, or if all clients are online equally often.
+            online. Only the simulated rounds are counted.
+        size_correlation: Pearson's correlation between a client's number of samples and the share of rounds in which
+            the client is online. The value is 0 if all clients have equally many samples, or if all clients are online
+            equally often.
         classes: Number C of classes with samples at clients.
         classes_per_client: Mean number of classes of a client, divided by C.
         label_skew: Mean over clients of the total variation distance between the client's class shares and the class
