@@ -141,7 +141,9 @@ def write(result: Sweep, out: Path) -> None:
 
 
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
-    """Return a mapping from labels, such as ``lr=0.1,mu=1``, to the cells of a grid. The last key changes fastest.
+    """Return a mapping from labels, such as ``lr=0.1,mu=1``, to the cells of a grid.
+
+    From cell to cell, the value of the last key changes fastest.
 
     Raises:
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
