@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
-"""The advice of a command that was interrupted, and whose runs can be resumed only with ``--out``."""
+"""The advice that an interrupted command prints if its runs can be resumed only with ``--out``."""
 
 
 def add_command(
@@ -83,7 +83,7 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
 def _console() -> Console:
     """Return a console that raises ``BrokenPipeError`` if its output is closed.
 
-    Rich's own console would exit with code 1.
+    In this case, Rich's own console would exit with code 1.
     """
     from rich.console import Console
 
@@ -190,7 +190,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If the error reports an unknown key, list the sections with this key in the message."""
+    """Return the error. If the error reports an unknown key, name in its message the sections that have this key."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")

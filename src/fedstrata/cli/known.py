@@ -2,7 +2,7 @@
 
 The list is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
 compares the file with the code. A section such as ``partition`` accepts several names, such as ``dirichlet``. Each name
-stands for a Python class, called a *kind* of the section. A section with only one class has one kind with an empty
+stands for a Python class, called a *kind* of the section. If a section has only one class, its only kind has an empty
 name.
 """
 
@@ -97,7 +97,7 @@ def owners(key: str, besides: str = "") -> list[str]:
 
     Args:
         key: A key without its section, such as ``"alpha"``.
-        besides: A section that the list leaves out.
+        besides: A section to leave out of the list.
     """
     sections = []
     for section, table in known()["settings"].items():
@@ -109,7 +109,7 @@ def owners(key: str, besides: str = "") -> list[str]:
 
 
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
-    """Describe a function by its docstring and its settings: all its arguments after the first ``given`` arguments."""
+    """Describe a function by its docstring and its settings, which begin after argument number ``given``."""
     if not callable(function):
         raise SpecError(
             "name", f"is the path of a {type(function).__name__}. Give the path of a class or function.", name

@@ -94,8 +94,8 @@ def compare(
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
             engine is not ``local``. Results do not depend on this number. The processes are forks of this process if
-            you pass data, or if only this program defines the model or a class. If forking is impossible, the runs are
-            executed one after another.
+            you pass data, or if the model or a class is defined only in this program. If forking is impossible, the
+            runs are executed one after another.
         watch: A function that is called during each run with the run's label, seed and number of finished rounds.
         progress: Whether to show progress: bars in a terminal or notebook, and lines of text elsewhere.
         report: Whether to write a report into ``out``, with tables, figures and an HTML page about all runs.
@@ -228,7 +228,7 @@ def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) 
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return True if a folder contains a finished run: it has all rounds of the spec, or was stopped early."""
+    """Return True if the run in a folder is finished: it has all rounds of the spec, or it was stopped early."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))

@@ -51,7 +51,7 @@ SUMMED = ("samples", "seconds")
 """Columns that are summed over a reference's runs. Numbers of clients are also summed; other columns are averaged."""
 
 MEASURED = ("test", "validation")
-"""The keys in a record for which the values are dicts of metrics."""
+"""Two keys of a record, whose values are dicts of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
 """The columns about communication. References do not communicate, so these columns are 0."""
@@ -63,7 +63,7 @@ def reference_runs(
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
     The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
-    round, this run computes as many per-sample gradients as all invited clients together in an average federated
+    round, ``everything`` computes as many per-sample gradients as all invited clients together in an average federated
     round. The reference ``local`` has a run ``client-K`` for every client, in which the client trains in every round.
     All other settings, such as the learning rate, come from the first experiment.
 

@@ -221,7 +221,7 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A mapping from options to strings, with the arguments that must not change when a search continues."""
+        """The arguments that must not change when a search continues, as a mapping from options to strings."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}

@@ -66,7 +66,7 @@ class Sweep:
         values: A mapping from each label to the primary metric on the validation samples, as mean and spread over the
             seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
-        notes: A mapping from labels of cells that cannot be the best cell to the reasons, such as pruning.
+        notes: The cells that cannot be the best cell: a mapping from their labels to the reasons, such as pruning.
         primary: The primary metric, which is ``evaluation.primary`` of the first cell.
         best_of_methods: A mapping from each method to the label of its best cell. Methods without a best cell are left
             out.
@@ -141,7 +141,9 @@ def write(result: Sweep, out: Path) -> None:
 
 
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
-    """Return a mapping from labels, such as ``lr=0.1,mu=1``, to the cells of a grid. The last key changes fastest.
+    """Return a mapping from labels, such as ``lr=0.1,mu=1``, to the cells of a grid.
+
+    From cell to cell, the value of the last key changes fastest.
 
     Raises:
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
@@ -185,7 +187,7 @@ def judge(
     Args:
         planned: A mapping from each label to its cell.
         histories: A mapping from each label to the histories of its runs.
-        notes: A mapping from labels of cells that cannot be the best cell to the reasons.
+        notes: Cells that cannot be the best cell: a mapping from their labels to the reasons.
     """
     notes = dict(notes or {})
     for label in planned:
@@ -286,7 +288,7 @@ def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _of_methods(result: Sweep, rows: Mapping[str, T]) -> list[T]:
-    """Return the rows of the methods' best cells; an empty list for one method, or for one cell per method."""
+    """Return the rows of the methods' best cells; an empty list if there is one method, or one cell per method."""
     bests = [rows[label] for label in result.best_of_methods.values()]
     return bests if 1 < len(bests) < len(rows) else []
 

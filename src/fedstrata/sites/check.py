@@ -63,8 +63,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to check the site's data too. If False, the result is only a warning if the site refuses the job
-            in its folder, because the site may be started for another job.
+        data: Whether to check the site's data too. If False, the site may be started for another job, so its refusal of
+            the job in its folder is only a warning.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.

@@ -46,7 +46,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 STATISTICS = "statistics"
-"""The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
+"""A file in the server's run folder: the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
 """The minimum number of training samples at a site. The mean over a single sample would reveal the sample."""
@@ -67,7 +67,7 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 class UnusableDataError(DataError):
     """An error that a site raises if its data do not fit the spec.
 
-    The message discloses only this fact about the data, so the site may send the message to the server.
+    The message discloses only why the data do not fit, so the site may send the message to the server.
     """
 
 

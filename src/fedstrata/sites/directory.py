@@ -129,7 +129,8 @@ class SiteDirectory:
         the sites can be reached again.
 
         Args:
-            outcomes: The sites' replies and errors. If all sites are unreachable, the raised error quotes their errors.
+            outcomes: The sites' replies and errors. If all sites are unreachable, ``SiteLostError`` quotes their
+                errors.
 
         Raises:
             SiteLostError: All sites are unreachable.

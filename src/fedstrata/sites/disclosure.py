@@ -147,8 +147,8 @@ def declaration_of(
         agreed: The values that server and clients agreed on, such as the number of classes. Default: the values in the
             spec.
         clients: The number of clients; not used with ``agreed``. Default: the number in the spec, or 1.
-        own_data: Whether the clients are sites that bring their own data. Default: True if the spec describes such
-            data.
+        own_data: Whether the clients are sites that bring their own data. Default: True if the spec describes the
+            sites' data.
 
     Raises:
         SpecError: The spec sets ``privacy.sums`` to "secure", but a reply cannot be summed securely.

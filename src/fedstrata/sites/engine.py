@@ -189,7 +189,8 @@ class NVFlareEngine(Engine):
         """Let each site restore the states that its clients had at the end of ``round``.
 
         If ``round`` is 0, begin a new run. A site does not take part if it refuses this message, or if its data have
-        changed since the run began. Events give the reasons, and name the clients whose states were not restored.
+        changed since the run began. Events report why a site does not take part, and which clients' states were not
+        restored.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -220,7 +221,7 @@ class NVFlareEngine(Engine):
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:
-        """Let each site write its clients' states to its disk. An event reports the first failure at a site."""
+        """Let each site write its clients' states to its disk. Only a site's first failure causes an event."""
         bodies = {site: Save(round) for site in self.directory.participants()}
         for site, outcome in self.messenger.ask_all(bodies, Done).items():
             if not isinstance(outcome, FedstrataError):

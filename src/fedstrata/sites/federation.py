@@ -50,7 +50,7 @@ class SiteEntry(Setting):
         keys: The folder on the site's machine with the keys for masking labels, which are the same for all sites.
         allow: Top-level packages at the site whose code a spec may name, as ``module:Class``.
         catalog: Data sets and files on the site's machine. In a trial without the sites' own data, a spec may name
-            them.
+            these data sets and files.
         tells: Whether the site also sends the values of its own metrics. In any case, the site sends sums, from which
             the server computes the metrics over all sites.
     """

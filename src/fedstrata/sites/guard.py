@@ -86,10 +86,10 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
     """Let the ``with`` block read a site's data for a job, and limit how often jobs can guess properties of these data.
 
-    A job learns whether the spec's description fits the data. This fact reveals something about the data. Each
-    different description therefore counts as a trial. A failed request also counts as a trial. If the same request
-    later succeeds, for example after the site corrected its file, the failed trial no longer counts. This function
-    counts the trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
+    A job learns whether the spec's description fits the data, and therefore learns something about the data. Each
+    different description counts as a trial. A failed request also counts as a trial. If the same request later
+    succeeds, for example after the site corrected its file, the failed trial no longer counts. This function counts the
+    trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
@@ -232,7 +232,7 @@ class Quota:
         replace_file(self._survey, answer, mode=0o600)
 
     def surveys(self) -> list[bytes]:
-        """Return the site's encoded replies to the requests for statistics (``Survey``) of all jobs."""
+        """Return the site's encoded replies to all jobs' requests for statistics (``Survey``)."""
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
@@ -241,8 +241,8 @@ class Quota:
 
 
 REPEATS = 3
-"""How often a request to clients that add up tensors may be repeated because clients failed. The number is limited,
-because each repetition may send terms of sums to the server."""
+"""How often a request may be repeated because clients failed, if its clients add up tensors together. The number is
+limited, because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]
 """The progress of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
@@ -256,10 +256,10 @@ class Match:
         client: The client to which the request is addressed.
         request: The request as it arrived.
         number: The index of the entry ``allowed`` in the job's declaration.
-        allowed: The entry of the declaration that allows the request.
+        allowed: The declaration's entry that allows the request.
         position: The progress of the run after the reply to the request.
-        digests: The hashes of all variants of the request. After other clients failed, the server may send such a
-            variant. The value is empty if clients do not add up tensors together.
+        digests: The hashes of all variants of the request; empty if clients do not add up tensors together. After other
+            clients failed, the server may send another variant.
         again: Whether the client gets this request again, because another client failed.
     """
 
@@ -316,7 +316,7 @@ class Guard:
             The match of the request with an entry of the declaration; None if the job has no declaration.
 
         Raises:
-            RuleError: The client may not answer.
+            RuleError: The client must not answer.
         """
         if self.declaration.allowed is None:
             return None

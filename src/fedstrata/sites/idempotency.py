@@ -15,7 +15,7 @@ HEARTBEAT = 1.0
 """The number of seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The number that a heartbeat contains instead of the reply's size while the site still computes the reply."""
+"""While a site still computes a reply, its heartbeats contain this number instead of the reply's size."""
 
 
 class LateError(WireError):

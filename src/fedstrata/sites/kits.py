@@ -56,7 +56,7 @@ def set_paths(kit: Path) -> None:
 
 
 def _set_paths(node: Any, kit: Path) -> None:
-    """In nested dicts and lists, replace each path of NVFlare's records by the path in the folder ``kit``."""
+    """In nested dicts and lists, let each path to NVFlare's records begin with the folder ``kit``."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in children:
         if isinstance(value, str) and f"/{RECORDS}/" in value:
@@ -78,7 +78,7 @@ class Printable(logging.Filter):
 
 
 def configure_logging(kit: Path, *, verbose: bool) -> None:
-    """Let the log contain all messages of fedstrata and the errors of NVFlare (with ``verbose``: all its messages)."""
+    """Log all messages of fedstrata, and the errors of NVFlare (with ``verbose``, all messages of NVFlare)."""
     config = json.loads((kit / LOGGING).with_suffix(".json.default").read_text(encoding="utf-8"))
     handlers = ["consoleHandler", "logFileHandler"]
     config["filters"] = {"printable": {"()": f"{__name__}.{Printable.__name__}"}}

@@ -107,9 +107,9 @@ class Messenger:
         Args:
             bodies: A mapping from each site to its message.
             kind: The expected class of the replies.
-            ended: A function that is called with a site and its reply or error, as soon as the reply arrives. Give this
-                function only if the clients at these sites add up tensors together. With this function, messages to
-                failed sites are not sent again, because the other sites do not wait for failed sites.
+            ended: A function that is called with a site and its reply or error, as soon as the reply arrives. Pass a
+                function only if the clients at these sites add up tensors together. Messages to failed sites are then
+                not sent again, because the other sites do not wait for failed sites.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)

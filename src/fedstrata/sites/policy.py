@@ -71,17 +71,17 @@ class Policy(Setting):
         min_samples: The smallest number of samples from which the site computes a value that it sends. Such a value is
             an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
-            ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer. Other
-            requests about fewer than ``min_samples`` samples are never answered.
+            ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer.
+            Outside batches of Stratify, requests about fewer than ``min_samples`` samples are never answered.
         rounds: The largest number of rounds of a job.
         exchanges: The largest number of messages with requests that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
         starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
-        surveys: The largest number of different statistics that jobs without approval get about the site's own data. A
-            spec with another seed holds out different samples for tests. Two answers can therefore differ by a single
-            sample and reveal this sample. The same limit holds for the descriptions (``[data]``) that jobs try on the
-            data. This limit also holds for requests that fail, because an error reveals something.
+        surveys: The largest number of different statistics of the site's own data that the site sends to jobs without
+            approval. A spec with another seed holds out different samples for tests. Two answers can therefore differ
+            by a single sample and reveal this sample. The limit also holds for the descriptions (``[data]``) that jobs
+            try on the data, and for requests that fail, because an error reveals something about the data.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) that a job must use. With 0, jobs do not need differential
@@ -99,7 +99,7 @@ class Policy(Setting):
         colluding: The smallest number of colluding clients (``privacy.clients.colluding``) that a job must assume if
             its clients add noise.
         sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
-            with ``privacy.sums = "plain"``. ``plain``: both kinds of jobs may run.
+            with ``privacy.sums = "plain"``. ``plain``: jobs may use plain or secure sums.
         parties: The smallest number of sites that must contribute to a secure sum, at least 3.
         peers: The certificate fingerprints of the other sites in secure sums, as ``fedstrata check`` prints them. Get
             each fingerprint from the site itself, and not from the server. Default: every site with a certificate of
@@ -258,11 +258,11 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Raise an error if a count of a category, a target or a value is from 1 to ``least`` − 1.
+        """Raise an error if a category, a target or a value occurs, but fewer than ``least`` times.
 
         Args:
             job: The hash of the job.
-            counts: The number of times that each category or value of a column, or each target, occurs.
+            counts: The number of occurrences of each category or value of a column, or of each target.
             least: The minimum count that may leave the site.
 
         Raises:
@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the spec's privacy settings, with the larger ``min_samples`` of the spec and the policy.
+        """Return the spec's privacy settings, with the policy's ``min_samples`` and ``below`` if its minimum is larger.
 
         Args:
             privacy: The privacy settings of the spec.

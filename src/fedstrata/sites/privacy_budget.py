@@ -1,9 +1,9 @@
 """Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
 The site adds up Rényi divergences of one order. The site chooses the order at the first step after it has set a budget,
-and never changes the order. The total therefore bounds ε even if jobs depend on earlier replies (Feldman and Zrnic
-2021, Theorem 4.1). The site writes each round to the disk before the round's first step. An interrupted job has
-therefore spent the budget of all rounds that it began.
+and never changes the order. The total is therefore an upper bound of ε even if jobs depend on earlier replies (Feldman
+and Zrnic 2021, Theorem 4.1). Before the first step of a round, the site records the round's steps on the disk. An
+interrupted job has therefore spent the budget of all rounds that it began.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Steps = tuple[str, ClientId, float, float]
 """The key under which steps are counted: the job, the client, the noise, and the sampling probability.
 
 The job is a string: the hash of the job, a slash, and the federation. The clients of a job have different samples. If a
-site copies its file into another federation's kit, the same spec counts as another job, because the site may be another
-client there.
+site copies its file into another federation's kit, the same spec counts as another job, because the site's client may
+have another id there.
 """
 
 

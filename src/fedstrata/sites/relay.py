@@ -18,7 +18,7 @@ from fedstrata.sites.wire import Failed, Fetch, Hop, HopCommit, Hopped, RelayEnd
 
 
 class ClientRaisedError(FedstrataError):
-    """An error that stands for an exception that a client raised at its site."""
+    """An error at the server for an exception that a client raised at its site."""
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
@@ -102,7 +102,7 @@ class SiteRelay:
         """Send a task to a site, and return the site's reply.
 
         The message contains the model if ``weights`` is not None. If ``weights`` is None, the message names the site
-        that has the model after hop ``base``. The receiving site then fetches the model from that site.
+        that has the model after hop ``base``. The receiving site then fetches the model from the named site.
         """
         holder, key = ("", "") if weights is not None else (self._hops[base].site, self._hops[base].ticket)
         exchange, number = self._messenger.next_exchange(), len(self._hops)
@@ -110,7 +110,7 @@ class SiteRelay:
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """Continue with the last client's model if the client's reply is accepted.
+        """If the last client's reply is accepted, continue with this client's model.
 
         Otherwise, continue with the model before this hop.
         """
@@ -149,7 +149,7 @@ class SiteRelay:
     def _lose(self, base: int, reason: str) -> None:
         """Record that the model after hop ``base`` is lost.
 
-        The run continues with the newest model that a site still has. Hops after this model become invalid.
+        The run continues with the newest model that a site still has, and later hops become invalid.
         """
         self._trail.remove(base)
         since = self._trail[-1] if self._trail else -1

@@ -60,8 +60,8 @@ def simulate(
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
-            but not more sites than the number of processors or three, whichever is larger. A resumed run keeps its
-            sites, because the sites store the clients' states.
+            up to the number of processors (up to 3 if there are fewer processors). A resumed run keeps its sites,
+            because the sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
         patience: The number of seconds within which a site must reply.
@@ -126,7 +126,7 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
         sites: The requested number of sites; None for any number.
 
     Raises:
-        SpecError: A run had another number of sites, or was not made by NVFlare.
+        SpecError: A resumed run had another number of sites, or did not use NVFlare.
     """
     for folder in folders:
         if saved := checkpoint.load(folder / "checkpoint"):

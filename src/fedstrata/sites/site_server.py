@@ -56,15 +56,15 @@ LARGEST_ANSWER = 256 << 20
 """The maximum total size in bytes of the replies in one message. A larger reply is sent in a message of its own."""
 
 SERVER = "server"
-"""The name of the server as a sender. The server may send all kinds of messages, but other sites may only fetch a
-trained model."""
+"""The server's name as the sender of messages. The server may send all kinds of messages, but other sites may only
+fetch a trained model."""
 
 HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError, LateError),
 )
-"""Errors whose text the server and other sites may read. The text describes only the reader's own messages, the spec,
-or a column and the requirement that this column violates."""
+"""Errors whose text the server and other sites may read. Such a text describes only messages that the reader sent, the
+spec, or which requirement a column violates."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Messages before the first round. The ledger also records failures of these messages, because a failure reveals that
@@ -239,7 +239,7 @@ class SiteServer:
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return the text of an error that the server may see; see the argument ``settings`` of ``SiteServer``.
+        """Return the part of an error's text that the server may see; see the argument ``settings`` of ``SiteServer``.
 
         If a client raised the error, ``reason`` is the client's description of the error.
         """
@@ -374,7 +374,7 @@ class SiteServer:
 
 
 def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.Begin, job: str) -> ClientContext:
-    """Return the context. If the run needs random numbers that the server does not know, add them."""
+    """Return the context, prepared for secret random numbers and secure sums if the run needs them."""
     # The server knows the seed of the spec, so it could compute noise from this seed, and subtract the noise.
     privacy = context.privacy
     if (privacy.dp is not None or privacy.clients is not None) and not site_server.settings.simulated:
@@ -519,7 +519,7 @@ class SiteRun:
         return self._next_answers()
 
     def _send_part(self, part: bytes) -> object:
-        """Send the server this site's encoded terms of a sum over several sites, and return the total.
+        """Send this site's encoded terms of a sum over several sites to the server, and return the total.
 
         The bytes of these terms count towards the limit on the bytes that leave the site.
         """

@@ -53,8 +53,8 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
 
     Args:
         folder: The administrator's folder, the folder of the server or of a site, or a run folder. With the
-            administrator's folder, the source requests the progress from the server. With another folder, the source
-            reads the files to which the server or the site writes its progress.
+            administrator's folder, the source requests the progress from the server. With the folder of the server, a
+            site or a run, the source reads the progress from files in this folder.
         report: A function that is called with a line about each event.
 
     Raises:
@@ -92,8 +92,8 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
     Raises:
         SpecError: ``folder`` is not one of these folders.
         DataError: A file of the run is damaged.
-        FedstrataError: The server refuses the request, or cannot be reached. If ``watch`` is true, an unreachable
-            server is asked again instead.
+        FedstrataError: The server refuses the request, or cannot be reached. With ``watch``, this function keeps asking
+            an unreachable server, and does not raise an error.
     """
     from rich.console import Console
     from rich.live import Live

@@ -14,7 +14,7 @@ GRACE = 10.0
 """The number of seconds between SIGTERM and SIGKILL, in which processes can end by themselves."""
 
 ROUNDED = 60.0
-"""The maximum error, in seconds, of a process's start time as the operating system reports it."""
+"""The operating system reports the start time of a process with at most this error, in seconds."""
 
 
 def stop(kit: Path) -> int:

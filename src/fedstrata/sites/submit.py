@@ -38,12 +38,11 @@ QUIET = 10.0
 REJOIN = 20.0
 """The maximum number of seconds to wait for all sites before a failed job is submitted again."""
 ENDS = 180.0
-"""The maximum number of seconds between the last round of a job and its end, while NVFlare waits for sites."""
+"""The maximum number of seconds for which NVFlare waits for sites between a job's last round and its end."""
 MISSED = 5
 """The number of polls after which the job is submitted again if a connected site does not work on the job."""
 AGAIN = 3
-"""The maximum number of times in a row that a job is submitted again because of one site, or because it failed without
-a new round."""
+"""How many times in a row a job may be submitted again because of one site, or after failures without a new round."""
 
 Report = Callable[[str], None]
 
@@ -53,8 +52,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted, or if a connected site joined late or was restarted, and
-    therefore does not take part. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
+    late or was restarted. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, which ``provision`` wrote.
@@ -263,7 +262,7 @@ class Watch:
         return number, f"submitted as {number}"
 
     def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
-        """Submit the job again if a connected site does not work on this job for several polls.
+        """Submit the job again if a connected site does not work on this job during several polls.
 
         ``states`` maps each site to its state, as the server reports it. The mapping is empty while the states are not
         known.
@@ -299,7 +298,7 @@ class Watch:
                 self._resubmissions.pop(name, None)
 
     def _give_up_job(self, cause: str, reason: str) -> None:
-        """Report why the job failed, and let the next call of ``finished`` submit the job again."""
+        """Report why the job failed. The next call of ``finished`` submits the job again."""
         self.report(f"{reason}: the job is submitted again, and continues from the last checkpoint")
         self._resubmissions[cause] += 1
         self._given_up.add(self._job)

@@ -70,7 +70,7 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
 
     Raises:
         SiteLostError: A reply did not arrive in time.
-        Exception: ``FAILURES`` calls have failed. The error is that of the last call.
+        Exception: ``FAILURES`` calls have failed. The error of the last call is raised.
     """
     end, pause = time.monotonic() + patience, STALL + len(data) / RATE if beside else math.inf
     calls: set[Future[object]] = set()

@@ -207,8 +207,8 @@ class Answers(Message):
     """The replies of a site's clients to ``Ask``, in the order of the clients in ``Ask``.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client. If this message does not contain the outcomes of all clients,
-            the other outcomes follow in the next message.
+        outcomes: For each client, its reply or ``Failed``. If this message does not contain the outcomes of all
+            clients, the other outcomes follow in the next message.
         left: The number of replies that did not fit into this message. The message ``More`` requests these replies.
         ledger: The head of the site's ledger after these replies; empty if the site does not have a ledger.
     """

@@ -14,7 +14,7 @@ class LongestAway(fs.ClientSampler):
 
     Args:
         spread: Size of random changes to waiting times, in rounds. With 0, only the time since the last invitation
-            counts.
+            matters.
     """
 
     spread: float = 0.0  # a setting; set it with --set method.client_sampler.spread=2

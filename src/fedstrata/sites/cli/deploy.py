@@ -290,8 +290,8 @@ def _asks(options: argparse.Namespace) -> int:
 def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
     """Return a context manager, in which specs may name only code from the packages that a site allows.
 
-    The settings in the site's folder ``kit`` list these packages. With ``--trust``, or if ``kit`` is None, a spec may
-    name any code.
+    These packages are listed in the settings in the site's folder ``kit``. With ``--trust``, or if ``kit`` is None, a
+    spec may name any code.
     """
     from fedstrata.base.loading import only_from
     from fedstrata.sites.settings import SiteSettings
