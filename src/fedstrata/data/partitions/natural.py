@@ -77,8 +77,7 @@ class SingleClient(Partition):
     Args:
         clients: Number of clients, which is always 1.
         of: Partition that first divides the samples among several clients.
-        only: Id (from 0) of a client in the partition that ``of`` sets. Only the samples of this client are used.
-            Default: the samples of all clients.
+        only: Id (from 0) of the client whose samples are used. Default: the samples of all clients.
     """
 
     clients: Literal[1] = 1
