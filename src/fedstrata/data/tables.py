@@ -109,7 +109,7 @@ def dataset_of(
 ) -> Dataset:
     """Build a data set whose features are imputed and normalised with statistics of all training rows.
 
-    When a run begins, the features are computed again, with statistics of only those rows that clients train on.
+    When a run begins, the features are computed again, with statistics of the rows that clients train on.
 
     Args:
         table: The table to convert.

@@ -64,7 +64,7 @@ class Groups(Partition):
     with 2, 2, 3, 3 and 5 classes per client.
 
     Args:
-        groups: List of groups, each with a number of ``clients`` and of ``classes`` per client.
+        groups: List of groups. Each group has a number of ``clients``, and a number of ``classes`` per client.
         size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples are
             used.
     """
