@@ -53,8 +53,8 @@ class Column(Setting):
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
             ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
-        step: Numbers are rounded to multiples of this number before ``median`` or ``most-frequent`` is computed. In
-            deployments, ``median`` and ``most-frequent`` require ``step``.
+        step: Rounding step: numbers are rounded to multiples of this number before ``median`` or ``most-frequent`` is
+            computed. In deployments, ``median`` and ``most-frequent`` require ``step``.
         value: Value that replaces missing values if ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """

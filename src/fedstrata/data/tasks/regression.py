@@ -36,8 +36,8 @@ class Regression(Task):
             of the first target; all strata have equally many training samples.
         edges: Boundaries between strata, in ascending order and in the unit of the target. Set either ``edges`` or
             ``bins``.
-        step: Targets are rounded down to multiples of this number before the boundaries of the strata are computed.
-            Deployments require this setting if ``bins`` is set.
+        step: Rounding step: targets are rounded down to multiples of this number before the boundaries of the strata
+            are computed. Deployments require this setting if ``bins`` is set.
         mean: Mean of each target, for standardisation. Default: computed from the training samples.
         deviation: Standard deviation of each target, for standardisation. Default: computed from the training samples.
     """
