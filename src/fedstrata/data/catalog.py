@@ -44,7 +44,7 @@ def folders() -> list[Path]:
 def available() -> list[tuple[str, str, bool]]:
     """List the known data sets and all other files in ``folders()``.
 
-    Each entry contains a name, a description, and True if the file exists.
+    Each entry contains a name, a description, and whether the file exists.
     """
     files = names_there()
     known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]

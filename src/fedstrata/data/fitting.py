@@ -226,7 +226,7 @@ class Unfitted:
         test: Test samples, in the same form as ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
-        targets: The training targets, if sites also send statistics of the targets, as the last columns of the
+        targets: The training targets, if the task needs their statistics, which are then the last columns of the
             statistics.
     """
 
@@ -256,8 +256,8 @@ class Unfitted:
         Args:
             groups: The indices of each client's training samples. The indices are used only if the features or the task
                 depend on statistics.
-            least: The minimum number of non-missing values per client and column. If a client has fewer values in a
-                column, the client's statistics treat all these values as missing.
+            least: The minimum number of non-missing values per client and column. If a client's column has fewer than
+                ``least`` values, the client's statistics treat all values of the column as missing.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -400,7 +400,7 @@ class Unfitted:
         n = known.samples
 
         def add_binary(ones: float) -> None:
-            """Add a feature that is 1 for ``ones`` training samples, and 0 for all other samples."""
+            """Add a feature that is 1 in ``ones`` of the training samples, and 0 in all others."""
             share = ones / max(n, 1)
             rows.append((n, share, ones * (1 - share), float(0 < n <= ones), float(ones > 0)))
 

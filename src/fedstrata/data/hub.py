@@ -103,7 +103,7 @@ def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
     If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
-    or a single column of lists. Otherwise, the inputs are all columns of numbers together, as a table.
+    or a single column of lists. Otherwise, the inputs are a table of all columns of numbers.
 
     Args:
         features: The ``datasets.Features`` of a split.

@@ -54,8 +54,8 @@ def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tupl
         train: The training inputs, in the form in which a ``Dataset`` stores them.
         shift: The shift of each channel or feature, float64.
         scale: The scale of each channel or feature, float64.
-        spread: The standard deviation or the range of each channel or feature. For float32, rounding errors must be
-            small compared with ``spread``.
+        spread: The standard deviation or the range of each channel or feature. Float32 suffices if its rounding errors
+            are small compared with ``spread``.
     """
     too_coarse = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
     if too_coarse.any() and train.dtype in (torch.int32, torch.int64, torch.float64):

@@ -53,8 +53,8 @@ class Column(Setting):
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
             ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
-        step: Unit to which numbers are rounded before ``median`` or ``most-frequent`` is computed. In deployments,
-            ``median`` and ``most-frequent`` require ``step``.
+        step: Rounding step: numbers are rounded to multiples of this number before ``median`` or ``most-frequent`` is
+            computed. In deployments, ``median`` and ``most-frequent`` require ``step``.
         value: Value that replaces missing values if ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """
@@ -212,8 +212,8 @@ class Schema(Setting):
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
         test: Fraction of each client's rows (without ``client``: of all rows) held out for testing, stratified by
-            class. Alternatively, the name of a column with ``test`` or ``train`` (or ``true`` for test and ``false``
-            for train) in each row.
+            class. Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
+            test and ``false`` for train).
         delimiter: Character that separates the cells of a CSV file.
     """
 

@@ -50,7 +50,7 @@ _reading = threading.Lock()
 """A lock for reading ``.npz`` files.
 
 NumPy parses the headers of these files with ``ast``. In Python 3.11 and 3.12, ``ast`` may fail if two threads use it at
-once (CPython issue 106905). Intact files then seem damaged.
+once (CPython issue 106905). After such a failure, an intact file seems damaged.
 """
 
 
@@ -63,12 +63,12 @@ with warnings.catch_warnings():
         """The data set, and how it is read and normalised.
 
         Args:
-            name: Name or path of the data set. ``fedstrata datasets`` lists the names. A path is a ``.npz``, ``.csv``
-                or ``.parquet`` file, or, if it ends with ``/``, a folder of ``.npy`` files. ``"hub:owner/name"`` or
-                ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
-            normalize: Scaling of each channel or feature, computed from training samples. ``standard``: to mean 0 and
-                standard deviation 1. ``unit``: to [0, 1]. ``none``: only conversion to float32. ``keep``: integers stay
-                integers, as token models require.
+            name: Name or path of the data set. ``fedstrata datasets`` lists the names. A path refers to a ``.npz``,
+                ``.csv`` or ``.parquet`` file, or to a folder of ``.npy`` files if the path ends with ``/``.
+                ``"hub:owner/name"`` or ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
+            normalize: Scaling of each channel or feature, computed from training samples. ``standard``: scaling to mean
+                0 and standard deviation 1. ``unit``: scaling to [0, 1]. ``none``: only conversion to float32. ``keep``:
+                integers stay integers, as token models require.
             limit: Number of training samples to use, drawn at random and stratified by class. Default: all samples.
             client: Column with each sample's client in a Hugging Face data set, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
@@ -123,8 +123,8 @@ with warnings.catch_warnings():
             """Read the data set into memory.
 
             Args:
-                seed: The seed for drawing ``limit`` training samples, and the test samples if the data set has no
-                    separate test set.
+                seed: The seed for drawing the training samples (if ``limit`` is set), and the test samples (if the data
+                    set has no separate test set).
                 task: The task. If None, the targets determine the task; see ``task_of``.
 
             Raises:

@@ -109,7 +109,7 @@ def dataset_of(
 ) -> Dataset:
     """Build a data set whose features are imputed and normalised with statistics of all training rows.
 
-    When a run begins, the features are computed again, with statistics of only those rows that clients train on.
+    When a run begins, the features are computed again, with statistics of the rows that clients train on.
 
     Args:
         table: The table to convert.
@@ -165,7 +165,7 @@ def targets_of(table: Table, schema: Schema, task: Task | None) -> NDArray[np.ge
     """Return the labels of a table's N rows, shape (N,): numbers if the task needs numbers, otherwise class names.
 
     Raises:
-        DataError: A label is missing, or is not one of the classes (or a number in range).
+        DataError: A label is missing, is not one of the classes, or is not a number in range.
         SpecError: The schema describes the label as a number, but the task has classes.
     """
     if task is None or task.has_classes:

@@ -131,10 +131,10 @@ class SharedNorm(torch.autograd.Function):
     """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε). μ and σ² are computed over a group of clients.
 
     The argument ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and
-    ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``. Each client propagates the
-    results to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. If the
-    statistics are computed over the whole batch, ``centre`` is μ. If the statistics are averages of the clients'
-    statistics, ``centre`` is the client's own mean.
+    ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``. From the quotients, each
+    client computes the gradient of its inputs. In the backward pass, σ² is treated as a mean of squared distances from
+    ``centre``. If the statistics are computed over the whole batch, ``centre`` is μ. If the statistics are averages of
+    the clients' statistics, ``centre`` is the client's own mean.
     """
 
     @staticmethod
@@ -221,7 +221,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
-    """Within the ``with`` block, let every BatchNorm in ``module`` normalise over ``group`` while ``module`` trains.
+    """Within the ``with`` block, let every BatchNorm in ``module`` normalise over ``group`` in training mode.
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
     pass and then one backward pass. A client without samples passes an empty batch, shape (0, …), and gets the same
@@ -297,7 +297,7 @@ class LocalGroup:
     def leave(self, *members: int) -> None:
         """Record that members have ended.
 
-        If other members wait for tensors of these members, now or later, the group breaks.
+        The group breaks if other members wait for tensors of the ended members, now or later.
         """
         with self._changed:
             self._ended.update(members)
@@ -316,7 +316,7 @@ class LocalGroup:
             parts: A mapping from the index of each member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended, was too late, or added two tensors to one sum, or the tensors'
+            GroupBrokenError: A member failed, ended, was too late or added two tensors to one sum, or the tensors'
                 shapes differ.
         """
         with self._changed:

@@ -208,8 +208,8 @@ class Model:
         """Install copies of ``params`` and ``buffers`` in the module during the ``with`` block.
 
         If you change tensors of the yielded dictionary in place (under ``no_grad``), the module changes too. After the
-        block, the module has its initial values again, and the dictionary is empty. Clone tensors that you need
-        afterwards.
+        block, the module has its initial values again, and the dictionary is empty. Clone the tensors that you need
+        after the block.
 
         Args:
             params: A mapping from the name of every parameter to its value.
@@ -330,7 +330,7 @@ def evaluating(model: Model) -> Iterator[None]:
 
 
 def forward(module: nn.Module, x: Inputs) -> Tensor:
-    """Return the logits that a module computes for a batch, which is a tensor or a mapping of arguments."""
+    """Return the logits that a module computes for a batch: a tensor, or a mapping from argument names to tensors."""
     return unwrapped(module(x) if isinstance(x, Tensor) else module(**x))
 
 

@@ -21,9 +21,9 @@ class ResNet9(ModelSpec):
 
     First come convolutions with 64 and 128 channels, and a residual connection around two convolutions with 128
     channels. Then come convolutions with 256 and 512 channels, and a residual connection around two convolutions with
-    512 channels. The last layers are global max-pooling and a linear layer. Max-pooling follows the three convolutions
-    that double the number of channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10
-    classes, the network has 6,573,130 parameters.
+    512 channels. The last layers are global max-pooling and a linear layer. The three convolutions that double the
+    number of channels are followed by max-pooling. Unlike in DAWNBench, the logits are not scaled. With 3 input
+    channels and 10 classes, the network has 6,573,130 parameters.
 
     Args:
         norm: Type of the normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).

@@ -72,7 +72,7 @@ class Untrained:
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return pairs of each tensor's name and its number of changes, which is −1 for a replaced buffer."""
+        """Return the name of each tensor and its number of changes (−1 for a replaced buffer)."""
         buffers = [
             (name, buffer._version if part._buffers.get(local) is buffer else -1)
             for part, local, buffer, name in self._places

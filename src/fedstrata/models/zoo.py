@@ -249,7 +249,7 @@ def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
 
 
 def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module | Model:
-    """Return a user's module, given as an object, as its Python class, or as a function that returns the module.
+    """Return a user's module. ``model`` is the module itself, its Python class, or a function that returns the module.
 
     A class or function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as ``model()``.
     The seed determines the module's initial values, as for built-in models.

@@ -1,1 +1,1 @@
-"""Stratify: a schedule determines the next label to train, and only clients with samples of this label are asked."""
+"""Stratify: a schedule determines the next label to train on, and only clients with samples of this label are asked."""

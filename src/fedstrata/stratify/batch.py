@@ -197,8 +197,8 @@ class BatchPlan:
     asks a client to reserve samples for all batches of the epoch. If a client has no sample for a position, another
     client is asked.
 
-    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with fewer samples moves
-    these samples to another batch, or does not reserve them (*holds them back*).
+    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with too few samples for
+    a batch moves these samples to another batch, or does not reserve them (*holds them back*).
 
     Args:
         roster: The clients that the server can ask.
@@ -331,7 +331,7 @@ class BatchPlan:
 
         A client holds back a sample if the client has too few samples for a batch. A position is given up if clients
         hold back all unused samples of the position's label. Without this rule, a client would train on a sample a
-        second time. All other positions are given to other clients.
+        second time. Positions that are not given up go to other clients.
 
         Args:
             client: The client.

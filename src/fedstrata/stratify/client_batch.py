@@ -192,8 +192,8 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
     Args:
         batches: The batch of each new sample, ascending, shape (n,).
-        before: The batch of each sample that was reserved earlier, ascending. Each of these batches contains at least
-            ``least`` such samples.
+        before: The batch of each sample that was reserved earlier, ascending. Each batch in ``before`` occurs at least
+            ``least`` times.
         least: The minimum number of samples in a part.
 
     Returns:

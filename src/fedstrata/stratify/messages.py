@@ -129,7 +129,7 @@ class Reserve(Request):
         round: The epoch, counted from 1.
         batches: The index of the batch for each sample to reserve, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
-        refill: The placeholders of the labels of which all samples may be used again from this request on, int64.
+        refill: The placeholders of the labels for which all samples may be used again from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
@@ -215,7 +215,7 @@ class WeightedGradientReply(GradientReply):
 
 @record("Gradient")
 class Gradient(ModelRequest):
-    """A request for the gradient of the summed loss of a batch's reserved samples (Stratify, Algorithm 4).
+    """A request for the gradient of the loss, summed over the reserved samples of a batch (Stratify, Algorithm 4).
 
     Args:
         round: The epoch, counted from 1.
@@ -279,8 +279,8 @@ class StepsReply(Reply):
     """The reply to ``Steps``: the labels without an unused sample, and the summed loss of the samples used in training.
 
     Args:
-        missing: True for each label of the request on which the client did not train, because it had no unused sample
-            of the label.
+        missing: True for each requested label on which the client did not train, because it had no unused sample of the
+            label.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
         loss: The sum of the samples' losses as a scalar (float32). Each loss is computed before the step on the sample.
@@ -300,7 +300,7 @@ class Steps(Request):
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of the labels of which all samples may be used again from this request on, int64.
+        refill: The placeholders of the labels for which all samples may be used again from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then forgets which samples it drew in an
             earlier, interrupted attempt at this epoch.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.

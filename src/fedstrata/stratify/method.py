@@ -62,8 +62,8 @@ class Stratify(Method):
             samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to multiply a sample's loss by p / q. The sample's label has the fraction p of all
-            samples, and the fraction q of the epoch's samples. Only for ``mode = "batch"``.
+        label_weights: Whether to multiply a sample's loss by p / q: p is its label's fraction of all samples, and q is
+            its label's fraction of the epoch's samples. Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch if ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or

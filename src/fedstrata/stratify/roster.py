@@ -89,8 +89,8 @@ class Roster:
 
         Args:
             place: The index of the label's placeholder in ``holders.placeholders``.
-            positions: The number of positions of the schedule that need a sample of the label. If no holder is present,
-                an event contains this number.
+            positions: The number of positions of the schedule that need a sample of the label. This number is recorded
+                in an event if no holder is present.
 
         Returns:
             True if at least one client with samples of the label is present.
@@ -112,7 +112,8 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels of which the client may use all samples again, as indices into ``holders.placeholders``.
+            refill: The labels for which the client may use all its samples again, as indices into
+                ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

@@ -97,7 +97,7 @@ def label_weights(totals: Ints, frequency: Ints) -> Floats:
 
     An entry of the schedule has label l with the probability f_l / Σ f. In the data, the label's fraction is n_l / Σ n.
     With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
-    These weights are not part of the paper.
+    These weights are not part of the Stratify paper.
 
     Args:
         totals: The number n_l of samples of each label, shape (P,).

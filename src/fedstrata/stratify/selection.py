@@ -39,7 +39,8 @@ def assign_runs(
     Args:
         wanted: For each position, the placeholder of its label, in 0 … P−1, shape (L,).
         available: Whether each client has unused samples of each placeholder's label, shape (P, N).
-        weights: Each client's number of samples of each placeholder's label, shape (P, N); None for uniform selection.
+        weights: The number of samples of each placeholder's label at each client, shape (P, N); None for uniform
+            selection.
         chunk_size: The number of positions in a chunk.
         retain: The fraction of a label's available clients that may train on this label in a chunk, in (0, 1].
         generator: The random generator.
@@ -175,8 +176,9 @@ def select_batch(
 ) -> Ints:
     """Choose a client for each position (entry of the schedule) of one batch (Stratify, Algorithm 2).
 
-    Each position has a placeholder p (a number that stands for a label). For each position with p, one client is drawn
-    from ``available[p]``. Clients are drawn with replacement only if there are fewer clients than positions with p.
+    Each position has a placeholder p (a number that stands for a label). For each position with the placeholder p, one
+    client is drawn from ``available[p]``. Clients are drawn with replacement only if there are fewer clients than
+    positions with the placeholder p.
 
     Args:
         wanted: For each position, the placeholder of its label, shape (B,).

@@ -90,8 +90,8 @@ class Task:
 
     Args:
         client: The client's id.
-        places: The label of each of these entries, shape (n,).
-        refill: The labels of which the client may use all samples again.
+        places: The label of each entry on which the client trains, shape (n,).
+        refill: The labels for which the client may use all its samples again.
     """
 
     client: int
@@ -130,7 +130,7 @@ class Route:
         """A mapping from a task's index in ``_sent`` to the labels that were trained, as in ``Task.places``."""
 
     def open(self) -> bool:
-        """Prepare for another relay. Return True if positions of the schedule are left to train."""
+        """Prepare for another relay. Return True if some positions of the schedule are not trained yet."""
         self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 

@@ -100,8 +100,8 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Choose the classes of each client at random.
 
-    The classes of a client are distinct, and each class goes to equally many clients (±1). All combinations of classes
-    are possible.
+    The classes of a client are distinct, and all classes have the same number of clients (±1). All combinations of
+    classes are possible.
 
     Args:
         each: The number of classes of each client, at most ``classes``, shape (N,).
@@ -135,8 +135,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator. It determines which samples each client gets, and which clients get an additional
-            sample.
+        rng: The random generator, which chooses each client's samples, and the clients that get an additional sample.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:

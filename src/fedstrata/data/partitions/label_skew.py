@@ -59,12 +59,12 @@ class ClassGroup(Setting):
 class Groups(Partition):
     """Label skew: groups of clients have different numbers of classes.
 
-    Clients are numbered group after group. Each class has equally many clients (±1), and is divided equally among these
-    clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups with 2, 2, 3, 3 and
-    5 classes per client.
+    Clients are numbered group after group. All classes have the same number of clients (±1). Each class is divided
+    equally among its clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups
+    with 2, 2, 3, 3 and 5 classes per client.
 
     Args:
-        groups: List of groups, each with a number of ``clients`` and of ``classes`` per client.
+        groups: List of groups. Each group has a number of ``clients``, and a number of ``classes`` per client.
         size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples are
             used.
     """

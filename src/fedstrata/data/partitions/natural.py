@@ -71,14 +71,13 @@ class Natural(Partition):
 class SingleClient(Partition):
     """One client trains on samples of another partition, as a baseline for federated training.
 
-    For centralised training, the single client has the samples of all clients in the other partition. For local
-    training, it has the samples of one client in the other partition.
+    For centralised training, the single client has the samples of all clients in the partition ``of``. For local
+    training, the single client has the samples of one client in the partition ``of``.
 
     Args:
         clients: Number of clients, which is always 1.
         of: Partition that first divides the samples among several clients.
-        only: Id (from 0) of a client in the other partition. Only the samples of this client are used. Default: the
-            samples of all clients.
+        only: Id (from 0) of the client whose samples are used. Default: the samples of all clients.
     """
 
     clients: Literal[1] = 1

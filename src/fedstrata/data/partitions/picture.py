@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUBBLES = 100
-"""The maximum number of clients in a bubble chart. The maximum number of labels is half as large."""
+"""The maximum number of clients in a bubble chart. A bubble chart shows at most half as many labels."""
 NAMED = 20
 """The maximum number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The maximum number of clients that a picture shows. With more clients, evenly spaced clients are shown."""
+"""The maximum number of clients that a picture shows. With more clients, the picture shows a regular selection of
+them."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
 SHADE = style.SCALE.light
@@ -125,8 +126,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. For more labels, two columns show the client's
-        number of labels, and the percentage of the client's samples that have its most frequent label.
+        The table. For up to 12 labels, the table has a column per label. With more labels, two columns replace these
+        columns: the client's number of labels, and the share of its most frequent label in percent.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

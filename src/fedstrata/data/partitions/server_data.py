@@ -1,4 +1,4 @@
-"""Select the training samples that do not belong to any client. The server may use only these samples."""
+"""Select the training samples that do not belong to any client. The server may use only samples without a client."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ServerData:
     def indices(self) -> Ints:
         """Return the samples' indices in the training set, ascending.
 
-        If the data set itself defines the clients, the result is empty, because samples that the partition leaves out
-        belong to other clients.
+        If the data set itself defines the clients, the result is empty, because left-out samples belong to other
+        clients.
         """
         if self.assignment.codes is not None:
             return np.empty(0, dtype=np.int64)

@@ -44,15 +44,15 @@ class Targets:
 class Task(Setting):
     """Base class of learning tasks, including your own tasks; see the guide "Your task".
 
-    In all methods, *outputs* are the values that the model returns for a batch of B samples. The *targets* are the
-    stored targets of these samples, shape (B, …).
+    In all methods, *outputs* are the values that the model returns for a batch of B samples, and *targets* are the
+    stored targets of the batch, shape (B, …).
     """
 
     default_metrics: ClassVar[tuple[str, ...]] = ()
     """The default metrics of an evaluation. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries in the result of ``rows`` whose sums over all samples are needed to compute metrics."""
+    """The entries of ``rows`` that are summed over all samples to compute metrics."""
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""

@@ -23,7 +23,8 @@ class MultiLabel(Task):
     half.
 
     Args:
-        stratum: Label whose presence or absence replaces the class in Stratify and in partitions by label.
+        stratum: Label that replaces the class in Stratify and in partitions by label: samples with and without this
+            label form two classes.
     """
 
     default_metrics = ("micro-f1", "macro-f1")

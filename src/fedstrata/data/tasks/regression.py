@@ -32,12 +32,12 @@ class Regression(Task):
     Args:
         loss: Loss for standardised targets. ``mse``: squared error. ``mae``: absolute error. ``huber``: quadratic for
             errors up to 1, then linear.
-        bins: Number of strata, which replace classes in Stratify and in partitions by label. Strata are ranges of the
-            first target, with equally many training samples.
+        bins: Number of strata. Stratify and partitions by label use the strata instead of classes. A stratum is a range
+            of the first target; all strata have equally many training samples.
         edges: Boundaries between strata, in ascending order and in the unit of the target. Set either ``edges`` or
             ``bins``.
-        step: Unit to which targets are rounded down before ``bins`` are computed. In deployments, ``bins`` require
-            ``step``.
+        step: Rounding step: targets are rounded down to multiples of this number before the boundaries of the strata
+            are computed. Deployments require this setting if ``bins`` is set.
         mean: Mean of each target, for standardisation. Default: computed from the training samples.
         deviation: Standard deviation of each target, for standardisation. Default: computed from the training samples.
     """

@@ -20,7 +20,7 @@ class PerPlace(Task):
     """Base class of tasks that predict a class for each position (token or pixel) of a sample.
 
     The weight of a sample is the number of its positions with a target other than ``ignore``. Averages over batches,
-    clients and test data therefore include only these positions, and padding has no effect.
+    clients and test data therefore exclude ignored positions, such as padding.
 
     Args:
         ignore: Target value of positions that loss and metrics ignore, such as padding.

@@ -32,8 +32,9 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         names: The random number by which clients know each placeholder, shape (P,).
 
     Returns:
-        Two values: the entries of ``held`` for the clients that replied, and the encrypted number of these clients'
-        samples per placeholder. The encrypted numbers are sorted by name, and each ciphertext contains many numbers.
+        Two values: the entries of ``held`` for the clients that replied, and for each placeholder, the encrypted number
+        of samples over these clients. The encrypted numbers are sorted by name, and each ciphertext contains many
+        numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []

@@ -1,4 +1,4 @@
-"""Enrol clients: the server learns sample counts, and which clients share labels, but does not learn the labels.
+"""Enrol clients: the server learns sample counts and which clients have labels in common, but not the labels.
 
 The server enrols clients before the first round, and whenever further clients join. A *placeholder* is a number that
 stands for a label. The server assigns placeholders in the order in which it discovers the labels. The order does not
@@ -148,8 +148,8 @@ def enrol(
             all labels), "mapping" (find each client's labels) and "counts".
 
     Returns:
-        The enrolled clients, which replied to every request. For each client that is missing, an event contains the
-        reason.
+        The enrolled clients, which replied to every request. For each client that is not enrolled, an event contains
+        the reason.
 
     Raises:
         QuorumError: No client replied, or no client could decrypt the totals.
@@ -256,7 +256,7 @@ def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Hel
 def _counted(
     federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
 ) -> tuple[Held, Ints, Held]:
-    """Add up encrypted sample counts, and let a client decrypt the sums. Weighted selection also asks for fractions.
+    """Add up encrypted sample counts, and let a client decrypt the sums. If ``weighted``, also ask for fractions.
 
     Returns:
         Three values: the placeholders (numbers for labels) of each client that replied, the total number of samples of
@@ -290,7 +290,7 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
 
 
 def _assign(federation: Federation, held: Held, names: Ints) -> Held:
-    """Tell clients which numbers stand for their labels. Return the entries of ``held`` for clients that confirmed."""
+    """Tell clients which numbers stand for their labels. Return ``held`` without the clients that did not reply."""
     requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
     replies: dict[ClientId, Assigned] = federation.ask(requests, requests)
     return {client: held[client] for client in replies}

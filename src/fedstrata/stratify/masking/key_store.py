@@ -131,14 +131,14 @@ class KeyRing:
 
     The keys come from one of three places:
 
-    - In simulations in one process, the keys are in memory. The first client that is asked makes the keys.
-      In this case, ``folder`` is None.
+    - In simulations in one process, the keys are in memory (``folder`` is None). The first client that is asked makes
+      the keys.
 
-    - In simulations in several processes, the first client that is asked writes the key file. In this case, ``folder``
-      is set and ``create`` is True.
+    - In simulations in several processes, the first client that is asked writes the key file (``folder`` is set, and
+      ``create`` is True).
 
-    - In deployments, an operator puts the key file into the folder before the run. In this case, ``folder`` is set and
-      ``create`` is False.
+    - In deployments, an operator puts the key file into the folder before the run (``folder`` is set, and ``create`` is
+      False).
 
     Args:
         folder: The folder of the key file; None to keep the keys in memory.

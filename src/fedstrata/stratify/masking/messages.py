@@ -43,7 +43,7 @@ class OpenKeys(Request):
     """A request for the public keys that all clients share. If the keys do not exist yet, the client makes them.
 
     Args:
-        comparing: Whether the server also needs the key for comparisons, in addition to the key for counts.
+        comparing: Whether the server needs the key for comparisons in addition to the key for counts.
     """
 
     reply_type: ClassVar[type[Reply]] = PublicKeys

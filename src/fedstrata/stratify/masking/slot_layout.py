@@ -135,7 +135,7 @@ class SlotLayout:
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
         """Find the labels of a client that are on the unique list (the encrypted list of all labels).
 
-        For these labels, the decrypted difference to an entry of the list is zero.
+        A label is on the list if its decrypted difference to an entry of the list is zero.
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.

@@ -92,8 +92,8 @@ class UniqueList:
 
         Returns:
             A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). The
-            value −1 means that a label is not on the list. Clients that did not reply, or sent an impossible reply, are
-            missing.
+            value −1 means that a label is not on the list. The mapping lacks clients that did not reply, or whose reply
+            is impossible.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -222,7 +222,7 @@ class UniqueList:
         return product.serialize()  # type: ignore[no-any-return]
 
     def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
-        """Find the entries of the list that equal a client's labels, from the client's reply to ``Compare``.
+        """From a client's reply to ``Compare``, find which entries of the list equal the client's labels.
 
         Args:
             places: For each label of the client, the position of a zero difference, or −1; see ``CompareReply``.
