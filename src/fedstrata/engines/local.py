@@ -126,7 +126,7 @@ class LocalEngine(Engine):
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return how many seconds a group may take without progress before the group counts as stuck.
+        """Return the number of seconds without progress after which a group counts as stuck.
 
         This is enough time for all clients of the group to train for a round one after another.
         """

@@ -138,7 +138,7 @@ class Engine(ABC):
     The training loop removes events that it has recorded. With None, the engine reports no events."""
 
     secret = False
-    """Whether clients compute their noise from the operating system's random numbers, as in a deployment, instead of
+    """Whether clients compute their noise from the operating system's random numbers, as in a deployment, and not from
     the spec's seed."""
 
     @abstractmethod

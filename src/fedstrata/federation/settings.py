@@ -81,7 +81,7 @@ class ClientDP(Setting):
 
     If a sum needs t of n clients, ``colluding`` can be at most t − 2 and at most 2t − n − 1.
 
-    With both values of ``noise_from``, the sum is divided by the expected number of clients per round.
+    With either value of ``noise_from``, the sum is divided by the expected number of clients per round.
 
     Args:
         clip: Maximum L2 norm C of a client's update. Larger updates are scaled down.

@@ -150,8 +150,8 @@ class Compression:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: A function from the model and the settings to tensors with the names, shapes and dtypes of the
-            objective's message.
+        expected: A function that takes the model and the settings, and returns tensors with the names, shapes and
+            dtypes of the objective's message.
         additive: Names of the objective's tensor groups that may be added up over rounds.
     """
 

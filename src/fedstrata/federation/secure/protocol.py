@@ -270,7 +270,7 @@ class Begin(Message):
 
 @record("secure/In")
 class In(Message):
-    """A site's signed statement that the site has sent its masked vector.
+    """A site's signed statement that it has sent its masked vector.
 
     Args:
         enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
