@@ -28,8 +28,8 @@ as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress. The group computes
-n per-sample gradients in a round.
+"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress, where n is the
+number of per-sample gradients that the group computes in a round.
 """
 
 GRACE = 5.0
@@ -126,9 +126,9 @@ class LocalEngine(Engine):
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return how many seconds a group may take without progress before the group counts as stuck.
+        """Return the number of seconds without progress after which a group counts as stuck.
 
-        In this time, all clients of the group could train for a round one after another.
+        This is enough time for all clients of the group to train for a round one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)

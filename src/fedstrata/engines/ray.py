@@ -52,11 +52,11 @@ MOST_AT_ONCE = 8
 """Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""If this number of workers die during a call, the clients of the call count as failed."""
+"""After this number of worker deaths during one call, the clients of the call count as failed."""
 
 CALL_PAYS = 0.005
 """The minimum amount of work per call, in seconds. The engine puts several clients into one call if each client has
-less work."""
+less work than this amount."""
 
 
 class ClientError(FedstrataError):
@@ -246,7 +246,7 @@ class WorkerHandle:
             ready.
         name: The worker's process and machine, for error messages.
         running: The unfinished calls, keyed by Ray's references to them, in the order in which they were sent.
-        weights: The current model of a relay, if this worker ran the relay's last client; otherwise None.
+        weights: The current model of a relay, if this worker ran the relay's latest client; otherwise None.
     """
 
     actor: Any
@@ -386,7 +386,9 @@ class WorkerPool:
             raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
 
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
-        """Replace a dead worker. Yield its finished calls with their results, and put its other calls into ``retries``.
+        """Replace a dead worker.
+
+        Yield the dead worker's finished calls with their results, and put its other calls into ``retries``.
 
         A worker computes one call at a time. Only the first unfinished call therefore counts as the cause of a worker's
         death.
@@ -423,9 +425,10 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
-    """Connect to a Ray cluster, or start a cluster on this machine. Return a function that disconnects.
+    """Connect to a Ray cluster, or start a cluster on this machine.
 
-    If this process is already connected, nothing changes, and the returned function does nothing.
+    Return a function that disconnects from the cluster. If this process is already connected, nothing changes, and the
+    returned function does nothing.
 
     Args:
         ray: The module ``ray``.

@@ -75,7 +75,7 @@ class WorkerPayload:
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """Restore the context. Its data set uses the arrays without copying them."""
+        """Restore the context, whose data set uses the arrays without copying them."""
         records.register(self.declared)
         tensors: dict[str, Any] = {}
         for name, array in self.arrays.items():
@@ -182,7 +182,7 @@ class Worker:
         return self._answer(client, reply, self._weights)
 
     def _load(self, states: Mapping[ClientId, bytes]) -> None:
-        """Replace the engine's store with a new store that contains these states."""
+        """Replace the engine's store with a new store that contains only ``states``."""
         self._engine.store = StateStore()
         for client, state in states.items():
             if state:

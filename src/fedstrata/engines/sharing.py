@@ -195,7 +195,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements of a tensor fill its memory without gaps or overlaps, for any order of dimensions."""
+    """Return True if a tensor's elements, in any order of dimensions, fill its memory without gaps or overlaps."""
     expected = 1
     for stride, side in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != expected:

@@ -69,7 +69,7 @@ class SampleLimit:
 
     Args:
         samples: The maximum number of samples.
-        reason: The reason for the limit. It completes a sentence that begins with "the reply", for example "uses at
+        reason: The reason for the limit, as the end of a sentence that begins with "the reply", for example "uses at
             most 32 samples".
     """
 
@@ -140,8 +140,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return the sample limit of this request if the limit is too small for any client to reply; otherwise None.
 
-        No client may reply if the limit is below ``privacy.min_samples``. The exception is a request that lets a client
-        move samples of a small batch to a later batch.
+        If the limit is below ``privacy.min_samples``, no client may reply, unless the request lets clients move the
+        samples of a small batch to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

@@ -199,7 +199,7 @@ class InnerProduct(Attack):
     """Attackers send the mean honest update with the opposite sign (inner-product manipulation, Xie et al. 2019).
 
     Args:
-        scale: Factor ε by which attackers multiply the sign-flipped mean honest update.
+        scale: Factor ε: attackers send −ε times the mean honest update.
     """
 
     scale: PositiveFloat = 2.0

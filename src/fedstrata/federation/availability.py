@@ -237,7 +237,7 @@ class Combined(Availability):
 
     @model_validator(mode="after")
     def _share(self) -> Combined:
-        """Use the common settings of the first model. Raise ``SpecError`` if another model sets a different value."""
+        """Copy the first model's common settings. Raise ``SpecError`` if another model sets a different value."""
         common = {key: getattr(self.models[0], key) for key in Availability.model_fields}
         for place, model in enumerate(self.models):
             for key, value in common.items():

@@ -31,7 +31,7 @@ class FederationConfig:
     Args:
         seed: The experiment's seed.
         training: The settings of local training.
-        model: The model's architecture, without parameters. Each call of the model passes the parameters.
+        model: The model's architecture, without parameters. Each call of the model takes parameters as an argument.
         outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None in a deployment. Methods use the sizes only for
@@ -138,7 +138,7 @@ class Engine(ABC):
     The training loop removes events that it has recorded. With None, the engine reports no events."""
 
     secret = False
-    """Whether clients compute their noise from the operating system's random numbers, as in a deployment, instead of
+    """Whether clients compute their noise from the operating system's random numbers, as in a deployment, and not from
     the spec's seed."""
 
     @abstractmethod

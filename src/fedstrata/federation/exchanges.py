@@ -274,9 +274,9 @@ class Exchanges:
     ) -> None:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
-        A fault is assumed if all clients with a request raised an exception, and no client has ever answered a request
-        of these Python classes. In a federation of two or more clients, at least two clients must also have received a
-        request.
+        A fault is assumed if all clients that got a request raised an exception, and no client has ever answered a
+        request of these ``kinds``. With two or more clients in the federation, a fault is assumed only if at least
+        two clients got a request.
 
         Args:
             asked: The clients that got a request.

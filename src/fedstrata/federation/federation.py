@@ -120,7 +120,7 @@ class Federation:
         config: The settings that server and clients share.
         availability: The model that simulates which clients are online in a round, and how fast they are.
         method: The method's name, for error messages.
-        listener: A function that is called after every ``ask`` with the round and the accepted replies.
+        listener: A function that is called after every ``ask``, with two arguments: the round and the accepted replies.
         legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. Use
             ``Compression.legs`` (``fedstrata.federation.communication``) to encode models and updates.
         summed_legs: A function that divides a secure sum of replies into exchanges. Default: one exchange.
@@ -201,10 +201,10 @@ class Federation:
             request: One request for all clients, or a mapping from each client to its request.
             quorum: Minimum number of replies that the round needs to continue.
             together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
-                If one of these clients fails, the sums are invalid and no reply is used.
+                With True, the failure of one client makes all sums invalid, and no reply is used.
             work: Number of per-sample gradients that a client computes for its reply. Pass a mapping from clients to
-                numbers, or a function of the client's number of samples. These numbers determine the simulated time and
-                the order in which clients work. Default: zero.
+                numbers, or a function of the client's number of samples. The numbers of gradients determine the
+                simulated time and the order in which clients work. Default: zero.
             check: A check of replies in addition to ``Request.check``, such as a check that needs the server's
                 knowledge.
 
@@ -354,8 +354,8 @@ class Federation:
         gets the model of the last successful hop.
 
         Args:
-            tasks: Pairs of a client and its task; all tasks have the same Python class. Each pair is read only
-                after the previous hop, so a generator can choose the pair based on earlier replies.
+            tasks: Pairs of a client and its task; all tasks have the same Python class. The next pair
+                is read after each hop, so a generator can choose the pair based on earlier replies.
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop. Its arguments are the index of the task in ``tasks``,
                 and the reply. The reply is None if the hop was skipped. An engine that computes the relay in one pass

@@ -63,8 +63,8 @@ class RequestRule:
         after: The Python class of an earlier request, which a client must answer before this request. The server sends
             the earlier request before the first round. The condition has no effect in jobs without the earlier request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
-        together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
-            these clients fails, the server may send the same request again.
+        together: Whether several clients may answer at the same time, while the server adds up their tensors. With
+            True, the server may send the same request again after a client has failed.
         forms: A function that returns all equivalent variants of a request, beginning with the request itself. Default:
             only the request itself.
         merges: Whether a client adds the samples of a small batch (fewer than ``privacy.min_samples``) to a later

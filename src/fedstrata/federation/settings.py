@@ -81,7 +81,7 @@ class ClientDP(Setting):
 
     If a sum needs t of n clients, ``colluding`` can be at most t − 2 and at most 2t − n − 1.
 
-    With both values of ``noise_from``, the sum is divided by the expected number of clients per round.
+    With either value of ``noise_from``, the sum is divided by the expected number of clients per round.
 
     Args:
         clip: Maximum L2 norm C of a client's update. Larger updates are scaled down.
@@ -89,12 +89,12 @@ class ClientDP(Setting):
             clients add the noise, the standard deviation can be larger.
         delta: Value of δ in (ε, δ)-differential privacy. With N clients, choose a value below 1 / N.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget.
-        participations: Maximum number of rounds to which a client is invited. With a maximum, ε is computed without
-            privacy amplification by client sampling.
+        participations: Maximum number of rounds to which a client is invited. With this setting, ε is computed
+            without privacy amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal their noise to the server without weakening ε. With 0, ε does not
-            protect against other clients, because each client knows its own noise.
+        colluding: Number of clients that may reveal their noise to the server while ε still holds. With 0, ε does not
+            apply to what other clients learn, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client with too few samples in a batch uses these samples in another batch; see ``below``."""
+        """Whether a client with too few samples in a batch uses them in another batch (``below = "hold-back"``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -285,7 +285,7 @@ class Training(Setting):
 
         Args:
             samples: The client's number of samples.
-            keep: The expected fraction of these samples that the client uses.
+            keep: The expected fraction of its samples that the client uses.
 
         >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
         (60.0, 90.0)
@@ -319,7 +319,7 @@ class Training(Setting):
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:
-        """Return the learning rate η of a round. The first round is 1.
+        """Return the learning rate η of a round, counted from 1.
 
         >>> Training(lr=0.1, schedule="inverse").lr_at(2)
         0.05

@@ -14,7 +14,7 @@ def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor
     """Return the changes of all tensors as one vector, shape (d,), with dtype float32 or wider.
 
     Args:
-        before: Named tensors, in the order of the vector.
+        before: Named tensors, in the order in which the vector contains them.
         after: Tensors with the same names and shapes.
     """
     row = torch.cat([(after[name] - tensor).reshape(-1) for name, tensor in before.items()])

@@ -120,7 +120,7 @@ class EarlyStopping(_Best):
 
     Args:
         patience: Number of consecutive evaluations without an improvement before the run stops.
-        min_delta: Maximum improvement of the metric that the callback ignores.
+        min_delta: Threshold: the callback ignores improvements of the metric up to this value.
     """
 
     patience: PositiveInt = 5

@@ -186,8 +186,8 @@ class Experiment(Setting):
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a spec file as nested dicts, and apply overrides.
 
-    If the section ``partition`` or ``availability`` sets a file, the function first looks for the file in the spec's
-    folder.
+    If the section ``partition`` or ``availability`` contains the key ``file``, the function first looks for this file
+    in the spec's folder.
 
     Args:
         path: The spec file; None to start from an empty spec.
@@ -209,7 +209,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def _prefer_file_in(folder: Path, section: Any) -> None:
-    """If ``folder`` contains the file that a section sets, replace the name of the file with its path in ``folder``."""
+    """If ``folder`` contains the ``file`` of a section, replace the file's name with its path in ``folder``."""
     if isinstance(section, dict) and isinstance(file := section.get("file"), str):
         with suppress(OSError):  # is_file raises this error if the name is too long
             if (local := folder / file).is_file():

@@ -113,7 +113,7 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class that are not in ``common``, for example because their defaults differ."""
+    """Return the rows of a class that ``common`` does not return, for example because their defaults differ."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 

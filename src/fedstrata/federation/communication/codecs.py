@@ -290,8 +290,8 @@ class WithMemory(Codec):
 class TopK(WithMemory):
     """Top-k sparsification with error feedback: only the largest coordinates are sent.
 
-    The largest coordinates are chosen over all tensors together. The server learns which coordinates a client has
-    changed most.
+    The largest coordinates are chosen over all tensors together. The server learns which coordinates of a client's
+    change are largest.
 
     Args:
         fraction: Fraction of an update's coordinates to send.
@@ -332,7 +332,7 @@ class PowerSGD(WithMemory):
 
     Each tensor is treated as a matrix with one row per index of the first dimension. Let M_k be client k's matrix. The
     sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P: the sum Σ M_k Q with
-    orthonormalised columns. Then, clients send M_kᵀ P. The next exchange begins with the sum of these matrices as Q.
+    orthonormalised columns. Then, clients send M_kᵀ P. The next exchange begins with Σ M_kᵀ P as Q.
     The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. A tensor is approximated only if it has several
     dimensions and the approximation is smaller.
 
@@ -404,7 +404,7 @@ class PowerSGD(WithMemory):
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
-            before: The matrices Q of this exchange. A matrix Q is reused if the new sum is zero.
+            before: The matrices Q of this exchange. If a matrix of the new sum is zero, its old Q is used again.
         """
         basis = {}
         for name, parts in before.items():
@@ -475,7 +475,7 @@ def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
 
 
 def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the indices of the k largest values, in ascending order. Among equal values, the first ones are taken.
+    """Return the indices of the k largest values, in ascending order. Of equal values, the first are chosen.
 
     >>> _largest(np.array([2.0, 1.0, 2.0, 3.0, 2.0], dtype=np.float32), 3)
     array([0, 2, 3])

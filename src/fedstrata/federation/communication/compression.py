@@ -150,8 +150,8 @@ class Compression:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: A function from the model and the settings to tensors with the names, shapes and dtypes of the
-            objective's message.
+        expected: A function that takes the model and the settings, and returns tensors with the names, shapes and
+            dtypes of the objective's message.
         additive: Names of the objective's tensor groups that may be added up over rounds.
     """
 
@@ -237,8 +237,8 @@ class Compression:
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.
 
-        The matrices come from the previous exchange. In the first exchange and after a change of shapes, they are
-        random.
+        The matrices come from the previous exchange. In the first exchange and after a change of shapes, the
+        matrices Q are random.
         """
         if not isinstance(codec, PowerSGD):
             return {}
@@ -252,11 +252,11 @@ class Compression:
     def _deliver(
         self, federation: Federation, clients: Requests, request: Encoded, check: Check
     ) -> Generator[Leg, Replies, Replies]:
-        """Yield one exchange in which each client gets the model in the fewest bytes: as a whole, or as changes.
+        """Yield one exchange in which each client gets the whole model or only changes, whichever is smaller.
 
         Args:
             federation: The federation.
-            clients: The method's requests. Only the ids of their clients are used.
+            clients: The method's requests, of which only the client ids are used.
             request: The envelope, whose inner request contains the model.
             check: A function that refuses unusable encoded replies.
         """

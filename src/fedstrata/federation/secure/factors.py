@@ -109,7 +109,7 @@ class SecondForm(ModelForm):
     def sent(self, words: Words, reply: EncodedReply) -> Payload:
         """Return the rounded factors that a client's vector contains.
 
-        If the client's weight is 0, return the factors in the client's reply.
+        If the client's weight is 0, the vector contains only zeros for the factors, so return the factors of the reply.
         """
         assert reply.reply is not None
         weight = self._update.weight.of(reply.reply)

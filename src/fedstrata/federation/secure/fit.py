@@ -19,7 +19,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
 from fedstrata.federation.vectors import split
 
 LOSS_RANGE = 64.0
-"""The maximum training loss in a secure sum. Larger losses are clipped to this value and counted as scaled down."""
+"""The maximum training loss in a secure sum. Larger losses are scaled down, and ``Total.scaled`` includes them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Real numbers that each client computes from its reply. The server learns their weighted sum over the clients.
+    """Real numbers that each client computes from its reply. The server learns a weighted sum over the clients.
 
     Args:
         values: A function that computes the numbers from the client's reply and the model that the client received.

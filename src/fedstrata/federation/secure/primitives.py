@@ -103,7 +103,7 @@ def agreement_key(secret: bytes | None = None) -> X25519PrivateKey:
     """Return a private key with which a site can agree on a secret with another site.
 
     Args:
-        secret: The 32 bytes from which the key is computed. Default: bytes from the operating system.
+        secret: The 32 bytes from which the key is computed. Default: random bytes from the operating system.
     """
     return X25519PrivateKey.generate() if secret is None else X25519PrivateKey.from_private_bytes(secret)
 

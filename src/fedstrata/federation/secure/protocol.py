@@ -56,12 +56,12 @@ and the few sites that vote differently cannot reach the threshold. The server m
 different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
 revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
 
-The proof assumes the true threshold t. If a server could choose t close to n / 2, the protocol would not tolerate even
-one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
+The proof needs a threshold t with 2t > n + m. If a server could choose t close to n / 2, the protocol would not
+tolerate even one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
 A request may *continue* the previous request. Both sums then contain the vectors of the same sites. The request's hash
 contains the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites
-of the set have therefore voted for the set before, so no other set was unmasked before.
+of this set have therefore voted for it before, so the previous sum was not unmasked over another set.
 
 The protocol has limits. If a request does not continue the previous request, the server may unmask sums over two
 sets that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The
@@ -177,7 +177,7 @@ class Package(Message):
         return _entry(self.self_commitments if kind == "self" else self.pair_commitments, exchange)
 
     def form_defect(self) -> str:
-        """Return the reason why the keys are invalid; an empty string if they are valid. Do not check signatures."""
+        """Return the reason why the keys are invalid; an empty string if they are valid. Signatures are not checked."""
         lengths = {len(self.keys), len(self.self_commitments), len(self.pair_commitments)}
         if len(lengths) > 1 or len(self.keys) % KEY_BYTES or not 1 <= self.exchanges <= MOST_EXCHANGES:
             return "its package has a wrong number of keys or hashes"
@@ -270,7 +270,7 @@ class Begin(Message):
 
 @record("secure/In")
 class In(Message):
-    """A site's signed statement that the site has sent its masked vector.
+    """A site's signed statement that it has sent its masked vector.
 
     Args:
         enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.

@@ -31,7 +31,8 @@ HEADROOM = 12
 """A sum has room for noise up to this number of standard deviations. Larger noise reduces accuracy, but not privacy.
 """
 LARGEST_MEAN = 2.0**34
-"""The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
+"""The largest mean of a Poisson variable in the noise. With a larger mean, NumPy's rounding errors would be too large.
+"""
 _CHUNK = 1 << 14
 """The number of elements that are encoded together (an even number). These elements fit into a processor's cache."""
 

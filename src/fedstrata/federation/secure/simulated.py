@@ -51,7 +51,7 @@ def ask_sums(
         work: See ``Federation.ask``.
 
     Returns:
-        The sum in the layout of ``form``; None if too few clients answered. An event records the reason.
+        The sum in the layout of ``form``; None if too few clients answered (an event records why).
     """
     legs = federation.summed_legs(federation, request, form)
     leg = next(legs)
@@ -85,10 +85,10 @@ def ask_sum(
         request: The request.
         ring: The layout of the replies.
         work: See ``Federation.ask``.
-        continues: Whether all clients must answer, because the previous sum contains the replies of all these clients.
+        continues: Whether all clients must answer, so that this sum has the same contributors as the previous sum.
 
     Returns:
-        The sum; None if too few clients answered. An event records the reason.
+        The sum; None if too few clients answered (an event records why).
     """
     privacy, engine, exchanges = federation.config.privacy, federation.engine, federation.exchanges
     if engine.secure_sums is not None:
@@ -132,7 +132,7 @@ class Masks:
     Args:
         federation: The federation.
         clients: The clients that are online.
-        continues: Whether all clients must answer, because the previous sum contains their replies.
+        continues: Whether all clients must answer, so that this sum has the same contributors as the previous sum.
     """
 
     def __init__(self, federation: Federation, clients: Sequence[ClientId], continues: bool) -> None:
@@ -219,7 +219,7 @@ def count_messages(
         length: Number of elements of a vector.
         clients: The clients of the roster.
         answered: The clients that sent their vectors.
-        opened: Whether these clients were enough to unmask the sum.
+        opened: Whether the clients in ``answered`` were enough to unmask the sum.
     """
     names, present = sorted(map(str, clients)), {str(client): _IN for client in answered}
     key, share = bytes(KEY_BYTES), bytes(shamir.SHARE_BYTES)

@@ -99,7 +99,7 @@ class Site:
     Without these hashes, a server could repeat a request to all other sites, and subtract two sums to get this site's
     vector.
 
-    Each method answers one message of the server. Messages may contain any values. If a check fails, the method raises
+    Each method checks and answers one message, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
 
     Args:
@@ -108,8 +108,8 @@ class Site:
         trust: The certificates that the site accepts.
         parties: Minimum number of sites with enough samples in a sum; at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
-        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", the site
-            does not wait for signatures if all sites have sent their vectors; this is equally safe.
+        confirm: With "always", the site reveals shares only after t sites have signed the set of contributors. With
+            "needed", the site does not wait for signatures if all sites have sent their vectors; this is equally safe.
         exchanges: Number of exchanges for which the site makes keys in advance.
         answered: The hashes of the requests that the site had answered in this job before its restart.
     """
