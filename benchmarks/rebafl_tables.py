@@ -96,10 +96,11 @@ CAPTIONS = {
     "cifar20": "CIFAR-10, 20 clients, 2 classes per client, 50 % answer",
     "dropout": "Fashion-MNIST, 20 clients: dropouts of one round, and absences of several rounds (50 % answer)",
     "ablation": "Fashion-MNIST, 20 clients: ReBaFL without one or both of its parts",
-    "pairs": "Fashion-MNIST, 20 clients, 50 % answer: which classes share clients",
-    "published-defaults": "Fashion-MNIST, 20 clients, 50 % answer: as in the text, and as published (FedDyn: α = 0.01)",
+    "pairs": "Fashion-MNIST, 20 clients, 50 % answer: similar or random classes per client",
+    "published-defaults": "Fashion-MNIST, 20 clients, 50 % answer: settings of the text, or of the published code "
+    "(FedDyn: α = 0.01)",
     "readings": "Fashion-MNIST, 20 clients, 50 % answer: dropouts before and after training",
-    "precision": "Fashion-MNIST, 20 clients, 50 % answer: precision of products",
+    "precision": "Fashion-MNIST, 20 clients, 50 % answer: precision of matrix products",
     "tuning": "Other parameters, on 10,000 training images that no client holds, 20 clients",
 }
 """A mapping from each table to the heading of the table and of its picture."""
@@ -482,12 +483,13 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines = [
         "# ReBaFL's experiments",
         "",
-        "Earlier runs; the page [ReBaFL](../../docs/results/rebafl.md) has the current figures.",
+        "These runs are older than the runs on the page [ReBaFL](../../docs/results/rebafl.md).",
         "",
-        "Written by `benchmarks/rebafl_tables.py`. The tables show top-1 test accuracies in percent (mean ± standard",
-        "deviation over seeds). *Stability* is the standard deviation over a run's last 20 rounds, and Λ is the mean",
-        "squared distance of a client's model from the clients' mean (Eq. 24), averaged over rounds. For unfinished",
-        "runs, the column *rounds* shows the progress.",
+        "`benchmarks/rebafl_tables.py` wrote this page. The tables show top-1 test accuracies in percent (mean ±",
+        "standard deviation over seeds). *Stability* is the standard deviation of the accuracy over a run's last 20",
+        "rounds. Λ is the mean squared distance between the clients' models and their mean model (Eq. 24), averaged",
+        "over rounds. *50 % answer* means that each client is available with probability 0.5. For unfinished runs, the",
+        "column *rounds* shows the progress.",
     ]
     for table, caption in CAPTIONS.items():
         if table not in found:
@@ -516,7 +518,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     picked = "; ".join(f"{label} {text_of(point)}" for label, point in chosen().items())
     lines += [
         "",
-        f"Chosen: {picked or 'nothing yet'}. With FedSTS + ReBaFL, the server asks all 20 clients for",
+        f"Chosen parameters: {picked or 'nothing yet'}. With FedSTS + ReBaFL, the server asks all 20 clients for",
         "a compressed gradient, and at most 10 available clients train. Otherwise, all available clients train.",
         "",
         f"![Test accuracy over rounds, chosen parameters](rebafl_{CHOSEN}.png)",
@@ -527,6 +529,10 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines += ["classes at one client, and *apart* is the mean over all other pairs. The last column is the share of"]
     lines += ["errors in other pairs.", ""]
     lines += [
+        "These accuracies are for pairs of classes, and compare only the logits of the two classes. *Together* is the",
+        "mean over pairs of which some client has both classes, and *apart* is the mean over all other pairs. The last",
+        "column is the percentage of errors that confuse the two classes of a pair in *apart*.",
+        "",
         "| table | method | seed | together | apart | errors between classes apart |",
         "|---|---|---|---|---|---|",
     ]
