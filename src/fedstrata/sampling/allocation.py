@@ -178,7 +178,7 @@ def allocated(
     Returns:
         Two arrays of shape (H,). The first array contains the number of draws from each stratum. A stratum never gets
         more draws than it has clients, and the sum is ``budget``. The second array contains the probability that a
-        stratum gets at least one draw. For rules that are not random, this probability is 0 or 1.
+        stratum gets at least one draw: 0 or 1 for rules that are not random.
 
     >>> allocated("neyman", 4, np.array([10, 10]), np.array([3.0, 1.0]))[0].tolist()
     [3, 1]
