@@ -6,13 +6,13 @@ contains the prototypes. The tensor ``samples``, shape (C,), contains the number
 was computed. A class without a prototype has 0 samples and a row of zeros in ``means``.
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
-  is 0 for a class that no client has ever reported. For other classes, ``samples`` is the number of samples in the most
-  recent round in which a client reported the class.
+  is 0 for a class that no client has ever reported. For a class that clients have reported, ``samples`` is the number
+  of samples in the most recent round with a report of this class.
 
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 
 - With ``keep_prototypes``, a client's state contains, under ``"objective"``, the table that the client sent most
-  recently. Training never uses this table, but the leakage audit reads the table from a checkpoint.
+  recently. Training never uses the clients' tables, but the leakage audit reads them from a checkpoint.
 
 With μ = 0, prototypes are not computed, and the states of the server and of the clients are None.
 """
@@ -197,7 +197,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Compute prototypes with the trained model (Eq. 21). Return them as the message and as the state."""
+        """Compute prototypes with the trained model (Eq. 21), and return them as the message and as the state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)
