@@ -22,8 +22,8 @@ ASKING = {
 }
 """For each base class, the Python methods and attributes that determine the requests to clients and the replies.
 
-A subclass that overrides one of these names must also override its declaration of requests: ``sends`` in an objective,
-and ``allowed`` in all other classes.
+A subclass that overrides one of these attributes must also override the declaration of its requests: ``sends`` in an
+objective, and ``allowed`` in all other classes.
 """
 
 
