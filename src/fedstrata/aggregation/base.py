@@ -104,7 +104,7 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model that is evaluated, and that is saved at the end of a run. Default: the global model."""
+        """Return the model that is evaluated, and saved at the end of a run. Default: the global model."""
         return weights
 
     def combine(

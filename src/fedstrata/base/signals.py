@@ -17,7 +17,7 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code that shells report if SIGTERM has ended a process."""
 
 GRACE = 2.0
-"""The number of seconds between the end of a parent process and the killing of its child process.
+"""The number of seconds from the end of a parent process until its child process is killed.
 
 The time is shorter than ``fedstrata.base.locking.PATIENCE``, so that a new process can wait until the child releases
 its lock.

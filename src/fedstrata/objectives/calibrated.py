@@ -155,7 +155,7 @@ class LogitMargins(CountsIdle, Calibrated):
 
 
 class Balanced(CountsIdle, Calibrated):
-    """Balanced softmax: the logarithm of each class's prior is added to its logit (ReBaFL, Eq. 8).
+    """Balanced softmax: the logarithm of each class's prior is added to the class's logit (ReBaFL, Eq. 8).
 
     The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax.
     Clients with only one class learn nothing, and are counted by the metric ``idle_clients``.

@@ -49,12 +49,12 @@ class Rebalanced(CountsIdle):
     For augmented features, n_k(c) and n_k are replaced by the numbers of new labels in the batch.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
-    become h̃ = P[c_j] + λ (h − P[y]), with the label c_j. The prototype of class c is P[c], which the client computes
-    with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18). The labels
-    c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed. If a batch
-    has fewer samples than the number of classes with a prototype, the last classes get no augmented features.
-    Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,
-    the mean of h − P[y] is therefore not 0.
+    become h̃ = P[c_j] + λ (h − P[y]), and get the label c_j. The prototype of class c is P[c], which the client
+    computes with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18).
+    The labels c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed.
+    If a batch has fewer samples than the number of classes with a prototype, the last classes get no augmented
+    features. Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or
+    dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
         epsilon: Smoothing ε of the class prior, from the client's class fractions (0) to a uniform prior (1).

@@ -87,9 +87,9 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
-        sizes: The number of clients in each stratum, which is the largest possible result, shape (H,).
+        sizes: The largest possible result for each stratum (its number of clients), shape (H,).
         weights: The non-negative weight of each stratum, shape (H,).
-        floors: The smallest possible result for each stratum, at most its number of clients, shape (H,).
+        floors: The smallest possible result for each stratum (at most its number of clients), shape (H,).
 
     Returns:
         The expected number of draws from each stratum, shape (H,).

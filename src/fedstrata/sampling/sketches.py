@@ -140,7 +140,7 @@ def sketch_length(params: Params, coordinates: int) -> int:
 
 @record("CompressReply")
 class CompressReply(Reply):
-    """The gradient of a client's loss, which may be quantized.
+    """The gradient of a client's loss, quantized if the request asks for it.
 
     Args:
         centres: The d' values X that occur in the quantized gradient, shape (d',), float32. Without quantization, X

@@ -14,7 +14,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective
 
 BatchGradient = Callable[[Batch], tuple[Tensor, Tensors]]
-"""A function that returns the mean loss over a batch, and its gradient for each trained parameter."""
+"""A function that returns the mean loss over a batch, and the gradient of this loss for each trained parameter."""
 
 
 @dataclass(frozen=True)
