@@ -104,7 +104,7 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model that is evaluated, and that is saved at the end of a run. Default: the global model."""
+        """Return the model that is evaluated, and saved at the end of a run. Default: the global model."""
         return weights
 
     def combine(
@@ -140,7 +140,7 @@ class Aggregator(Setting):
         answers: Sequence[FitReply],
         a: Floats,
     ) -> tuple[Weights, Tree]:
-        """Let the server optimiser apply an update to the parameters, and average the buffers of the replies.
+        """Apply an update to the parameters with the server optimiser, and average the buffers of the replies.
 
         Args:
             weights: The global model of the round.
@@ -337,10 +337,11 @@ def _strata(selection: Selection, returned: Ints, sizes: Ints) -> tuple[int, NDA
         sizes: The size of each stratum, shape (H,).
 
     Returns:
-        The total size of the strata from which at least one client replied, and two arrays of shape (r,). For each
-        client that replied, the first array contains the number m_h of draws from its stratum. The second array
-        contains the probability that this stratum gets at least one draw. If this probability can be below 1, the total
-        size also includes strata without an invited client, because the probability compensates for these strata.
+        The total size of the strata from which at least one client replied, and two arrays of shape (r,) about the
+        stratum of each client that replied. The first array contains the number m_h of draws from the stratum. The
+        second array contains the probability that the stratum gets at least one draw. If this probability can be below
+        1, the total size also includes strata without an invited client, because the probability compensates for these
+        strata.
     """
     stratum = selection.stratum[returned]
     m = np.bincount(stratum, weights=selection.draws[returned], minlength=len(sizes))

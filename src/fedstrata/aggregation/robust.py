@@ -159,7 +159,7 @@ class Krum(RobustAggregator):
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the update with the smallest score; the first of them if several updates have this score.
+        """Return the first of the updates with the smallest score.
 
         >>> Krum(attackers=0).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.0]

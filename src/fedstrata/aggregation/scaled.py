@@ -97,8 +97,8 @@ class Normalised(MeanBySize):
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """Return the total weight of all gradients in an update, for SGD with momentum.
 
-    Without momentum, every gradient has the weight 1. With momentum ρ, a gradient also contributes to all later steps.
-    From step to step, the weight of this contribution is multiplied by ρ.
+    Without momentum, every gradient has the weight 1. With momentum ρ, a gradient also contributes to all later steps,
+    with the weights ρ, ρ², and so on.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]

@@ -85,7 +85,7 @@ class Setting(BaseModel):
     """The name that selects this class in a spec; empty if the section of the spec has only one class."""
 
     later_settings: ClassVar[tuple[str, ...]] = ()
-    """Names of settings that earlier versions of fedstrata did not have. If such a setting has its default value,
+    """Names of settings that earlier versions of fedstrata did not have. If a new setting has its default value,
     ``to_spec`` omits the setting, so that the hashes of old specs stay valid."""
 
     @property
@@ -174,8 +174,8 @@ class Registry(Generic[T]):
     """A mapping from names to Python classes. A class is imported when it is first used.
 
     Args:
-        kind: The word for these classes in error messages, such as ``"method"``.
-        base: The base class of these classes.
+        kind: The word for the registry's classes in error messages, such as ``"method"``.
+        base: The base class of the registry's classes.
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 

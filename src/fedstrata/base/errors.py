@@ -62,7 +62,7 @@ class ReplyRefusedError(FedstrataError):
 
 
 class WithheldError(FedstrataError):
-    """A reply that a client withholds, because too few samples contribute to it or because the site forbids it."""
+    """A reply that a client withholds, because it is based on too few samples or because the site forbids it."""
 
 
 class QuorumError(FedstrataError):
@@ -78,7 +78,7 @@ class CheckpointError(FedstrataError):
 
 
 class ExtraMissingError(FedstrataError):
-    """A feature that needs an optional package that is not installed."""
+    """A feature whose optional package is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra

@@ -48,7 +48,7 @@ def keep_freed_memory() -> bool:
 
     By default, glibc returns blocks of a few megabytes, such as activations, to the operating system at once. If the C
     library keeps the memory, a small convolutional network trains 1.5 times as fast, and an MLP 1.3 times as fast
-    (``benchmarks/fast_paths.py``). In this case, the process keeps up to 256 MB after training. This function does
+    (``benchmarks/fast_paths.py``). After training, the process keeps up to 256 MB of freed memory. This function does
     nothing if the environment already configures the allocator, or if the C library is not glibc.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")

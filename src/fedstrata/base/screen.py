@@ -1,4 +1,4 @@
-"""Print tables in terminals, with bold headings above a line, and with names and numbers that do not wrap.
+"""Print tables in terminals: headings are bold and stand above a line, and names and numbers do not wrap.
 
 If a terminal is too narrow for all columns, the table omits the least important columns. A line below the table then
 says how many columns are missing.

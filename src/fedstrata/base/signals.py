@@ -17,7 +17,7 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code that shells report if SIGTERM has ended a process."""
 
 GRACE = 2.0
-"""The number of seconds between the end of a parent process and the killing of its child process.
+"""The number of seconds from the end of a parent process until its child process is killed.
 
 The time is shorter than ``fedstrata.base.locking.PATIENCE``, so that a new process can wait until the child releases
 its lock.
@@ -105,8 +105,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     also sends SIGTERM, because other processes may keep the pipe open.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel is not
-            asked to send SIGTERM, because the kernel would send the signal when the thread that started this process
+        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started this
+            process, the kernel is not asked to send SIGTERM, because the kernel would send the signal when this thread
             ends.
 
     Raises:

@@ -58,7 +58,7 @@ PAPER = Colour("#ffffff", "#14171b")
 PANEL = Colour("#f6f7f9", "#1c2025")
 """The background colour of cards, and of the baseline's row in tables."""
 ACCENT = Colour("#0a62b8", "#7cbcff")
-"""The colour of links, and of the outline of the element with the keyboard's focus."""
+"""The colour of links, and of the outline of the element that has the keyboard focus."""
 BORDER = Colour("#8a94a0", "#5d6773")
 """The colour of borders of buttons and other controls."""
 MIDDLE = "#7a7f86"

@@ -110,7 +110,7 @@ class Client:
             change a value in place: if the reply is refused, the old state remains valid.
         group: The connection to the clients that run at the same time, for adding up tensors (``all_reduce_sum``); None
             if the client runs alone.
-        model: The client's own copy of the model if it runs in a group. Default: the model of the context.
+        model: The client's own copy of the model if the client runs in a group. Default: the model of the context.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        If ``training.local_steps`` is set, at most as many samples contribute as the batches of these steps contain.
+        With ``training.local_steps``, only samples that fit into the steps' batches contribute.
 
         Args:
             samples: Number of samples that are available for training.
@@ -175,7 +175,7 @@ class Client:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """For each of the client's samples, its stratum, such as its label, shape (n_k,)."""
+        """The stratum (such as the label) of each of the client's samples, shape (n_k,)."""
         return self.context.data.require_strata("method", "stratify")[self.indices]
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Inputs, Tensor]:
@@ -196,7 +196,7 @@ class Client:
 class StateStore:
     """The states that clients keep between requests.
 
-    If the states exceed ``memory``, the states that have not been used for longest move to the disk.
+    If the states exceed ``memory``, the states that were not used for the longest time move to the disk.
 
     Args:
         memory: Maximum total size of the states in memory, in bytes.

@@ -22,8 +22,8 @@ ASKING = {
 }
 """For each base class, the Python methods and attributes that determine the requests to clients and the replies.
 
-A subclass that overrides one of these names must also override its declaration of requests: ``sends`` in an objective,
-and ``allowed`` in all other classes.
+A subclass that overrides one of these attributes must also override the declaration of its requests: ``sends`` in an
+objective, and ``allowed`` in all other classes.
 """
 
 
@@ -121,7 +121,7 @@ class Method(Setting):
         """Run one round, and return the new state and the round's metrics."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """Return the model that is evaluated, and that is saved at the end of a run. Default: ``state.weights``."""
+        """Return the model that is evaluated, and saved at the end of a run. Default: ``state.weights``."""
         weights: Weights = state.weights
         return weights
 

@@ -16,8 +16,8 @@ class FedBABU(Recipe):
     """FedAvg that trains only the body (the layers before the head). The head keeps its initial values.
 
     With ``fine_tune``, the server trains a copy of the head for each evaluation and for the final model. Clients never
-    receive this copy. In the paper, each client instead fine-tunes the model on its own data; to do the same, set
-    ``evaluation.fine_tune``.
+    receive the copy of the head. In the paper, each client instead fine-tunes the model on its own data; to do the
+    same, set ``evaluation.fine_tune``.
 
     Args:
         fine_tune: Settings for training the head on the server, as in ``fedavg-ft``. Default: the head is not trained.

@@ -10,7 +10,7 @@ from fedstrata.objectives.feddecorr import Decorrelated
 
 
 class FedDecorr(Recipe):
-    """FedAvg with a loss that reduces the correlation of features, which increases with label skew."""
+    """FedAvg with a loss that reduces the correlation of features. Label skew increases this correlation."""
 
     paper = "Shi et al. 2023, Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous FL (ICLR)"
 

@@ -14,7 +14,7 @@ from fedstrata.sampling.graph import Graph
 class FedGS(Recipe):
     """FedAvg that invites clients with different labels. Over many rounds, each client is invited equally often.
 
-    The clients of a round are far apart in a graph of label similarity, and were invited rarely before. The setting
+    The clients of a round are far apart in a graph of label similarity, and were rarely invited before. The setting
     ``alpha`` is the weight of the distance in the graph (arXiv:2211.13975).
     """
 

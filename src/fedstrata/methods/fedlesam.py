@@ -13,7 +13,7 @@ class FedLESAM(Recipe):
     """FedAvg whose clients compute each gradient at a point that is shifted towards an earlier global model.
 
     A step is w ← w − η ∇F_k(w + ρ d / ‖d‖), where d = w_old − w_t (arXiv:2405.18890). Here, w_t is the current global
-    model, and w_old is the global model from which the client last started to train. Each client stores w_old.
+    model, and w_old is the global model at the start of the client's previous training. Each client stores w_old.
     """
 
     paper = (

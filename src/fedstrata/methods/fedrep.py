@@ -16,8 +16,8 @@ class FedRep(Recipe):
     """FedAvg that averages only the body; each client first trains its own head, and then the body.
 
     With ``evaluation.fine_tune = 0``, each client's model is evaluated with its most recently trained head. With
-    ``evaluation.fine_tune = E`` > 0 (as in the paper), the client first trains this head on the new body for E epochs.
-    The global model keeps the initial head.
+    ``evaluation.fine_tune = E`` > 0 (as in the paper), each client trains its head on the new body for E epochs before
+    the evaluation. The global model keeps the initial head.
     """
 
     paper = "Collins et al. 2021, Exploiting Shared Representations for Personalized Federated Learning (ICML)"

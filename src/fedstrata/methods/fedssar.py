@@ -15,9 +15,9 @@ from fedstrata.sampling.fedssar import Features, FedSSARSampler
 
 
 class FedSSAR(Recipe):
-    """FedProx with stratified client sampling: a stratum is a cluster (OPTICS) of clients with similar parameters.
+    """FedProx with stratified client sampling: clients with similar parameters form a stratum (OPTICS clustering).
 
-    More clients are drawn from a larger cluster. Client k minimises F_k(w) + (α/2) ‖w − w_t‖², where F_k is its loss
+    More clients are drawn from a larger stratum. Client k minimises F_k(w) + (α/2) ‖w − w_t‖², where F_k is its loss
     and w_t is the global model. The server averages the models with weights proportional to sample counts.
 
     Args:

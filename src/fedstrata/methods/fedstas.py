@@ -21,9 +21,9 @@ class FedSTS(Recipe):
     gradients are drawn more often (importance sampling).
 
     Args:
-        aggregation: How the clients' models are averaged. ``paper``: within each stratum, then over strata (biased).
-            ``horvitz-thompson``: with unbiased weights and draws with replacement. ``inclusion``: with unbiased weights
-            and systematic draws.
+        aggregation: How the clients' models are averaged. ``paper``: first within each stratum, then over strata
+            (biased). ``horvitz-thompson``: with unbiased weights, after draws with replacement. ``inclusion``: with
+            unbiased weights, after systematic draws.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

@@ -20,11 +20,11 @@ from fedstrata.sampling.base import AllData
 class FedTAN(Recipe):
     """FedAvg whose clients jointly compute BatchNorm statistics in the first local step of a round.
 
-    In this step, every BatchNorm layer normalises with means and variances that are averaged over the round's clients.
-    In the backward pass, the gradients of the mean and of the variance are also averaged. Therefore, in each pass,
-    clients send one message per BatchNorm layer to the server, and receive a reply. Later local steps and the global
-    model use these statistics unchanged. The clients of a round train at the same time. If a client fails in the first
-    step, the round does not change the model.
+    In the first step, every BatchNorm layer normalises with means and variances that are averaged over the round's
+    clients. In the backward pass, the gradients of the mean and of the variance are also averaged. Therefore, in each
+    pass, clients send one message per BatchNorm layer to the server, and receive a reply. Later local steps and the
+    global model use these statistics unchanged. The clients of a round train at the same time. If a client fails in the
+    first step, the round does not change the model.
 
     Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """

@@ -17,8 +17,8 @@ from fedstrata.federation.messages import Params, Weights
 class HeadTuning(Setting):
     """Training of the model's head by full-batch gradient descent, on samples **that no client has**.
 
-    The server uses the same samples every time. The server computes the features (the head's input) once, before the
-    first step, in evaluation mode. The clients' optimiser (``training.optimizer``) has no effect.
+    Every training of the head uses the same samples. The server computes the features (the head's input) once, before
+    the first step, in evaluation mode. The clients' optimiser (``training.optimizer``) has no effect.
 
     Args:
         per_class: Number of samples per class for training the head.
@@ -99,7 +99,7 @@ class HeadTuning(Setting):
 
         Args:
             config: The federation's settings.
-            weights: The model, with whose head the training starts.
+            weights: The model, which contains the initial head.
             features: The inputs of the head, shape (n, …).
             y: The labels, shape (n,).
         """

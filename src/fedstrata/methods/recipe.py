@@ -373,7 +373,7 @@ def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     """Return the number of clients that trained, their total number of per-sample gradients, and their mean loss.
 
-    A client's loss is the mean over its steps. In the mean over clients, the weights are their numbers of per-sample
+    A client's loss is the mean over its steps. The mean over clients is weighted by the clients' numbers of per-sample
     gradients. If clients hide these numbers, the total is 0, and the loss is the unweighted mean over the clients that
     took a step.
     """

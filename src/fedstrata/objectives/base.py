@@ -124,7 +124,7 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The names of the tensor groups, in a client's message, that may be added up over rounds on the server.
+    """The names of the tensor groups in a client's message that the server may add up over rounds.
 
     Codecs with error feedback encode only these groups.
     """
@@ -155,8 +155,8 @@ class Objective(Setting):
     single_samples: ClassVar[bool] = False
     """Whether the loss of a sample depends only on this sample, as sample-level differential privacy requires.
 
-    If True, the loss of a sample depends neither on other samples nor on the client's sample counts. In this case, the
-    message to the server is computed only from parameters.
+    If True, a sample's loss depends neither on other samples nor on sample counts, and the message to the server is
+    computed only from parameters.
     """
 
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})

@@ -135,14 +135,14 @@ class LogitMargins(CountsIdle, Calibrated):
     """Cross-entropy of calibrated logits, with larger margins for classes that are rarer at the client.
 
     The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
-    In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
-    excluded from the softmax, as in balanced softmax. In this case, a client with only one class learns nothing
+    In this formula, the margin of a class that the client lacks is infinite. By default, classes with an infinite
+    margin are excluded from the softmax, as in balanced softmax. A client with only one class then learns nothing
     (``idle_clients``).
 
     Args:
         tau: Factor τ of all margins. With 0, logits are unchanged.
-        missing: How to treat classes that the client lacks: leave them out of the softmax (``excluded``), or treat them
-            as if the client had one sample of each (``one``).
+        missing: How to treat classes that the client lacks: leave them out of the softmax (``excluded``), or assume one
+            sample of each (``one``).
     """
 
     tau: NonNegativeFloat = 1.0
@@ -155,10 +155,10 @@ class LogitMargins(CountsIdle, Calibrated):
 
 
 class Balanced(CountsIdle, Calibrated):
-    """Balanced softmax: the logarithm of each class's prior is added to its logit (ReBaFL, Eq. 8).
+    """Balanced softmax: the logarithm of each class's prior is added to the class's logit (ReBaFL, Eq. 8).
 
-    The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax. A
-    client with only one class learns nothing. The metric ``idle_clients`` counts such clients.
+    The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax.
+    Clients with only one class learn nothing, and are counted by the metric ``idle_clients``.
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -42,7 +42,7 @@ class Decorrelated(Objective):
     The features are the head's input. The value ‖K‖²_F / d² is 1/d for uncorrelated features, and 1 for perfectly
     correlated features. The term keeps features from collapsing to a few dimensions. For batches of one sample, the
     term is left out. Unlike the paper's formula, the authors' code multiplies the term by the batch size and leaves out
-    the diagonal of K. Their code also divides variances by B − 1 instead of the batch size B.
+    the diagonal of K. The authors' code also divides variances by B − 1 instead of the batch size B.
 
     Args:
         beta: Weight β of the decorrelation term.

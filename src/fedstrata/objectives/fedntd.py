@@ -16,7 +16,7 @@ from fedstrata.objectives.distillation import Distilled, divergence
 
 
 class NotTrue(PerSample, Distilled):
-    """Cross-entropy plus a distillation from the global model, which compares all classes except the true class.
+    """Cross-entropy plus a distillation over all classes except the true class, with the global model as the teacher.
 
     The loss is cross-entropy + β τ² KL(p̃ ‖ q̃). The softmaxes p̃ (of the global model) and q̃ (of the trained model)
     are over all classes except the true class, with logits divided by τ. As in the authors' code, the factor τ² keeps

@@ -46,10 +46,10 @@ class Vacant(Distilled):
       is the loss of balanced softmax, which leaves out vacant classes.
 
     - L_sup = Σ_c p(c) log mean e^{z_c} is the loss of logit suppression. The mean is over the samples of the batch that
-      do not belong to class c. The suppression lowers a sample's logits of all classes except its label.
+      do not belong to class c. The suppression lowers a sample's logits of all classes except the sample's class.
 
-    - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. This term compares two softmaxes over the vacant classes
-      only: p̂ of the global model's logits, and q̂ of the client's logits.
+    - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares two softmaxes over the vacant
+      classes only: p̂ of the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout layers and BatchNorm, a client with one class
     learns nothing: the gradients of all three terms are zero at the global model. In the authors' code, the mean in

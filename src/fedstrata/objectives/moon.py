@@ -42,8 +42,8 @@ class Contrastive(PerSample):
     """Cross-entropy plus μ times a contrastive loss on the features, which are the head's input.
 
     The contrastive loss pulls the features towards the global model's features, and pushes them away from the features
-    of the client's previous model. The previous model is the result of the client's most recent training. The client
-    stores this model between rounds. In a client's first round, the global model is used as the previous model, and the
+    of the client's previous model. The previous model is the result of the client's most recent training, and is stored
+    at the client between rounds. In a client's first round, the global model is used as the previous model, and the
     contrastive loss has no gradient. Both models compute features in evaluation mode, with their own buffers.
 
     Args:

@@ -6,13 +6,13 @@ contains the prototypes. The tensor ``samples``, shape (C,), contains the number
 was computed. A class without a prototype has 0 samples and a row of zeros in ``means``.
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
-  is 0 for a class that no client has ever reported. For other classes, ``samples`` is the number of samples in the most
-  recent round in which a client reported the class.
+  is 0 for a class that no client has ever reported. For a class that clients have reported, ``samples`` is the number
+  of samples in the most recent round with a report of this class.
 
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 
 - With ``keep_prototypes``, a client's state contains, under ``"objective"``, the table that the client sent most
-  recently. Training never uses this table, but the leakage audit reads the table from a checkpoint.
+  recently. Training never uses the clients' tables, but the leakage audit reads them from a checkpoint.
 
 With μ = 0, prototypes are not computed, and the states of the server and of the clients are None.
 """
@@ -49,12 +49,12 @@ class Rebalanced(CountsIdle):
     For augmented features, n_k(c) and n_k are replaced by the numbers of new labels in the batch.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
-    become h̃ = P[c_j] + λ (h − P[y]), with the label c_j. The prototype of class c is P[c], which the client computes
-    with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18). The labels
-    c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed. If a batch
-    has fewer samples than the number of classes with a prototype, the last classes get no augmented features.
-    Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,
-    the mean of h − P[y] is therefore not 0.
+    become h̃ = P[c_j] + λ (h − P[y]), and get the label c_j. The prototype of class c is P[c], which the client
+    computes with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18).
+    The labels c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed.
+    If a batch has fewer samples than the number of classes with a prototype, the last classes get no augmented
+    features. Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or
+    dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
         epsilon: Smoothing ε of the class prior, from the client's class fractions (0) to a uniform prior (1).
@@ -197,7 +197,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Compute prototypes with the trained model (Eq. 21). Return them as the message and as the state."""
+        """Compute prototypes with the trained model (Eq. 21), and return them as the message and as the state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)

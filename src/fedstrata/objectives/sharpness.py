@@ -59,8 +59,8 @@ class GloballySharpnessAware(Objective):
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t and w_t is the current global
     model. The earlier model w_old is from the most recent round in which the server used the client's reply. The
     difference d estimates the direction in which the loss of the whole federation grows. A client computes one gradient
-    per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters
-    that the client trains.
+    per step, and stores w_old. A client's first round is the same as in FedAvg. The norm includes all parameters that
+    the client trains.
 
     This implementation follows the paper. In the authors' program, the server sends the most recent change of the
     global model to all clients. The clients take one number per tensor from this change, and use it for all entries of
@@ -74,7 +74,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """The description of an objective's message, if a subclass combines this class with another objective."""
+        """The description of the other objective's message, in subclasses that combine two objectives."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:

@@ -87,9 +87,9 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
-        sizes: The number of clients in each stratum, which is the largest possible result, shape (H,).
+        sizes: The largest possible result for each stratum (its number of clients), shape (H,).
         weights: The non-negative weight of each stratum, shape (H,).
-        floors: The smallest possible result for each stratum, at most its number of clients, shape (H,).
+        floors: The smallest possible result for each stratum (at most its number of clients), shape (H,).
 
     Returns:
         The expected number of draws from each stratum, shape (H,).
@@ -178,7 +178,7 @@ def allocated(
     Returns:
         Two arrays of shape (H,). The first array contains the number of draws from each stratum. A stratum never gets
         more draws than it has clients, and the sum is ``budget``. The second array contains the probability that a
-        stratum gets at least one draw. For rules that are not random, this probability is 0 or 1.
+        stratum gets at least one draw: 0 or 1 for rules that are not random.
 
     >>> allocated("neyman", 4, np.array([10, 10]), np.array([3.0, 1.0]))[0].tolist()
     [3, 1]

@@ -35,10 +35,10 @@ class Selection:
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples. In this case, a mean weighted by sample counts gives all draws of a stratum the
-            same weight. The value is None if the draws did not depend on sample counts.
-        stratum_chance: For each stratum, the probability that the stratum gets at least one draw, shape (H,). The value
-            is None if the number of draws from each stratum is not random.
+            their numbers of samples; otherwise None. With ``stratum_samples``, a mean weighted by sample counts gives
+            all draws of a stratum the same weight.
+        stratum_chance: For each stratum, the probability that the stratum gets at least one draw, shape (H,); None if
+            the number of draws from each stratum is not random.
         metrics: The metrics that the sampler records for the round.
         round: The round, counted from 1. The method sets this value for the aggregator.
         rounds: The number of rounds of the run. The method sets this value for the aggregator.

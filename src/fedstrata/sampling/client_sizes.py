@@ -27,7 +27,7 @@ from fedstrata.federation.secure.ring import Ring, Words, rounding
 from fedstrata.sampling.base import DataSampler, KeepResult
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
-"""The privacy parameter ε of local differential privacy. Its minimum ensures that some replies are truthful."""
+"""The privacy parameter ε of local differential privacy. The minimum of ε ensures that some replies are truthful."""
 
 Estimates = Literal["round", "pooled"]
 """The estimate that a round uses: the round's own estimate, or the mean of all estimates up to this round."""
@@ -286,7 +286,7 @@ class FedSTaSAnswersState(FedSTaSDataState):
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses its samples with a probability that gives the requested number per round on average.
+    """Each participant draws samples at random, so that a round uses the requested number of samples on average.
 
     The probability is the requested number of samples, divided by the server's estimate of the participants' total
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.

@@ -44,8 +44,8 @@ class FedSSARSampler(ClientSampler):
     """Divides clients into clusters by their model parameters, and draws from each cluster in proportion to its size.
 
     In the first round, every client trains once, so that the server knows the parameters of all clients. If a client
-    does not reply, the server asks this client again in the next round. After its first reply, the stored parameters of
-    a client change only in rounds in which it takes part (FedSSAR, Algorithm 1).
+    does not reply, the server asks this client again in the next round. After a client's first reply, the client's
+    stored parameters change only in rounds in which it takes part (FedSSAR, Algorithm 1).
 
     Args:
         min_samples: Minimum number of clients in a core point's neighbourhood, including the point (``min_samples`` of
@@ -150,7 +150,7 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
 
     The draws are allocated by the largest-remainder method (see ``allocate``). Each cluster that has available clients
     gets at least one draw. If there are fewer draws than clusters with available clients, clusters are drawn at random,
-    so that every available client has the same probability.
+    so that every available client has the same probability of being drawn.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.

@@ -41,7 +41,7 @@ class GraphState:
 
 
 class Graph(ClientSampler):
-    """Chooses clients that were rarely chosen in earlier rounds and that have different labels.
+    """Chooses clients that have different labels and were rarely chosen in earlier rounds.
 
     The m clients of the set S maximise α d(S) − Var(v + s).
 
@@ -143,8 +143,8 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     distance of two clients is the length of the shortest path between them. If two clients are not connected, their
     distance is the larger of two numbers: the largest distance of two connected clients, and the length of an edge with
     similarity ε. All distances are then divided by the largest distance. For unconnected clients, the authors' code
-    always uses the largest distance of two connected clients. Their code also divides similarities by the largest
-    similarity, but does not subtract the smallest similarity.
+    always uses the largest distance of two connected clients. The authors' code also divides similarities by the
+    largest similarity, but does not subtract the smallest similarity.
 
     Args:
         counts: The label counts of each client, shape (N, C).

@@ -96,7 +96,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, points: Floats32, norms: Floats) -> Clusters:
-        """Take steps until each row belongs to its nearest centre, at most ``STEPS``. See ``of`` for the arguments."""
+        """Take steps, at most ``STEPS``, until each row belongs to its nearest centre. See ``of`` for the arguments."""
         scale = _scale(norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()

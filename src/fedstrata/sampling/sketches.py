@@ -115,7 +115,7 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the quantized gradient, in which each code is replaced by the centre with this index, shape (length,).
+    """Replace each code (the index of a centre) by the centre, and return the quantized gradient, shape (length,).
 
     The argument ``packed`` contains the codes (indices of centres) in the form that ``pack`` returns.
 
@@ -141,7 +141,7 @@ def sketch_length(params: Params, coordinates: int) -> int:
 
 @record("CompressReply")
 class CompressReply(Reply):
-    """The gradient of a client's loss, which may be quantized.
+    """The gradient of a client's loss, quantized if the request asks for it.
 
     Args:
         centres: The d' values X that occur in the quantized gradient, shape (d',), float32. Without quantization, X
@@ -220,8 +220,8 @@ class SketchReply(Reply):
 class Sketch(ModelRequest):
     """A request to train once from the global model, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because its state
-    must change only in rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because the state
+    of an objective must change only in rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.

@@ -60,7 +60,7 @@ class StratifiedState:
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
         clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round:
-            for at most ``FITTED`` clients, or if all clients send new gradients.
+            with at most ``FITTED`` clients, or with new gradients from all clients.
     """
 
     known: Ints
@@ -292,9 +292,8 @@ class Stratified(ClientSampler):
             count: The maximum number of strata.
 
         Returns:
-            The new state, the stratum of each available client, shape (n,), and two spreads (see
-            ``allocation.spread``). The first is the spread of the gradients in each stratum, shape (H,). The second is
-            the spread over all clients.
+            The new state, the stratum of each available client, shape (n,), the spread of the gradients in each
+            stratum, shape (H,), and the spread over all clients (see ``allocation.spread``).
         """
         seed, round, points, clusters = federation.config.seed, federation.round, state.points, state.clusters
         if len(points) > FITTED and self._renewal(federation.config) != "all":
@@ -372,7 +371,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int, start: Start |
 
     Args:
         points: The compressed gradient of each client, shape (N, d).
-        count: The maximum number of strata. The number of strata is smaller if there are fewer different gradients.
+        count: The maximum number of strata. With fewer than ``count`` different gradients, there are fewer strata.
         seed: The experiment's seed.
         round: The round, counted from 1.
         start: See ``Stratified``.

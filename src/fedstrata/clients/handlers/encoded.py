@@ -145,7 +145,7 @@ class SecondTerm:
 
         Args:
             client: The client.
-            sent: The client's term in the form in which the server receives it. In a secure sum, this term is rounded.
+            sent: The client's term as the server receives it (rounded in a secure sum).
         """
         codec, pending = client.context.communication.up, self.pending
         assert isinstance(codec, PowerSGD)
@@ -170,7 +170,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Add the stored encoding error, times a factor that depends on its age, to an update, and return the sum."""
+    """Return an update plus the stored encoding error. The age of the error determines the error's factor."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -187,7 +187,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
 
     Raises:
         FedstrataError: The client lacks the version to which the changes apply, the changed model has a wrong digest,
-            or a model that was sent as a whole differs from an earlier model with the same digest.
+            or a whole model differs from an earlier model with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None

@@ -1,7 +1,7 @@
 """Answer FedTAN's requests to clients that train at the same time.
 
 In the first step of a round, BatchNorm normalises with statistics that are averaged over the batches of all clients. In
-later steps, BatchNorm normalises with the running statistics after the first step.
+later steps, BatchNorm normalises with the running statistics, which only the first step updates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedstrata.objectives.base import Context
 
 @record("FitTogether")
 class FitTogether(TrainingRequest):
-    """A request to train as after ``Fit``, except that all clients of the round take the first step together.
+    """A request for the same training as ``Fit``, except that all clients of the round take the first step together.
 
     The reply is a ``FitReply``.
 

@@ -19,7 +19,7 @@ BUFFERS = "buffers"
 
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
-    """Train on the client's samples for one round. The client's state stores values that stay at the client."""
+    """Train on the client's samples for one round. Values that stay at the client become part of its state."""
     config, weights, chosen = client.context.config, starting_point(client, request), np.arange(len(client))
     if request.keep < 1:
         chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
@@ -51,7 +51,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
-    """Return the model of a request. Layers and BatchNorm statistics that the client stores replace the model's own."""
+    """Return the model of a request, but with the layers and BatchNorm statistics that stay at the client."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)

@@ -108,5 +108,5 @@ def _member(client: Client) -> Member:
 
 
 def _members(context: ClientContext) -> dict[int, Member]:
-    """Return an empty mapping from clients to their roles in secure sums, which is never stored in a file."""
+    """Return an empty mapping from clients to their roles in secure sums. The mapping is never stored in a file."""
     return {}

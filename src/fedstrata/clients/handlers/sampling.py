@@ -54,14 +54,15 @@ def compress(client: Client, request: Compress) -> CompressReply:
 class _TrainsLike(CrossEntropy):
     """The task's loss, restricted to the parameters that another objective trains and that clients send.
 
-    Therefore, sketches of models that were trained with this loss and with the other objective are comparable.
+    Therefore, sketches of models trained with this loss can be compared with sketches of models trained with the other
+    objective.
     """
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy that trains only the parameters that ``objective`` trains and that clients send."""
+        """Return cross-entropy, restricted to the parameters that ``objective`` trains and clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()
@@ -69,7 +70,7 @@ class _TrainsLike(CrossEntropy):
         return cross_entropy
 
     def trains(self, name: str, model: Model) -> bool:
-        """Return True if the other objective trains the parameter, and clients send it to the server."""
+        """Return True if the other objective trains the parameter ``name`` and clients send this parameter."""
         return self._other.trains(name, model) and not self._other.stays(name, model)
 
 

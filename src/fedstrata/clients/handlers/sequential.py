@@ -1,4 +1,4 @@
-"""Answer requests in sequential federated learning, in which clients train one model one after another."""
+"""Answer requests in sequential federated learning, in which clients train the same model one after another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the travelling model on all samples of a client, as after ``Fit``.
+    """A request to train the travelling model on all samples of a client, in the same way as ``Fit``.
 
     Args:
         round: The round, counted from 1.

@@ -14,7 +14,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective
 
 BatchGradient = Callable[[Batch], tuple[Tensor, Tensors]]
-"""A function that returns the mean loss over a batch, and its gradient for each trained parameter."""
+"""A function that returns the mean loss over a batch, and the gradient of this loss for each trained parameter."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class DisplacedGradient:
     Args:
         of_batch: A function that returns the loss and the gradient at the current values of the parameters.
         objective: The objective.
-        params: The trained parameters w. Their values change in place during the computation of a gradient, and are
-            then restored exactly.
+        params: The trained parameters w. The computation of a gradient changes w in place, and then restores w exactly.
         context: The context that the objective gets as an argument.
         model: The model into which w is loaded; None if the gradient is computed without a model (and so without
             buffers).

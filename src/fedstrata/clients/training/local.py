@@ -96,8 +96,8 @@ class LocalData:
         Args:
             training: The settings of local training, such as the batch size and the number of epochs.
             generator: The random generator that shuffles the samples.
-            pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
-                end of an epoch is then added to the previous batch. A client with a single sample takes no step.
+            pairs: Whether a step needs at least two samples, for example because of BatchNorm. With ``pairs``, a single
+                sample at the end of an epoch joins the previous batch, and a client with one sample takes no step.
         """
         n = self._size
         size = min(training.batch_size * training.accumulate, n)
@@ -304,7 +304,8 @@ def _take_steps(
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
-    The result is None if the model is not such a chain or takes several inputs, or if the task has another loss.
+    The result is None if the model is not a chain of linear layers or takes several inputs, or if the task's loss is
+    not cross-entropy.
     """
     fits = context.config.task.plain and isinstance(context.data.x_train, Tensor)
     return ManualSGD.of(context.config.model.module) if fits else None
@@ -374,7 +375,7 @@ def accumulated(
         loss_and_gradient: A function that returns the mean loss over a mini-batch, and the gradient of this loss.
         batch: The batch.
         size: The maximum number of samples in a mini-batch.
-        pairs: Whether a mini-batch needs at least two samples. If necessary, mini-batches are then larger than
+        pairs: Whether a mini-batch needs at least two samples. With ``pairs``, mini-batches may be larger than
             ``size``.
         task: The task, which defines the weights of the samples.
     """

@@ -8,8 +8,8 @@ A model cannot be traced if its operations depend on values of tensors, or if it
 Models that cannot be traced are trained with autograd. The results are the same, except that sums may be computed in a
 different order.
 
-Compared with autograd, Stratify with single samples is 2.4 times as fast on an MLP, and 1.9 times as fast on a
-convolutional network (``benchmarks/fast_paths.py``).
+Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
+network (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TracedSGD:
 
 
 def _plain_strides(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor with the strides that a new tensor of the same shape has.
+    """Return a view of a contiguous tensor. The view has the strides of a new tensor of the same shape.
 
     A tensor that is not contiguous is returned unchanged. The strides matter for images with one channel, which are
     contiguous in two memory formats at once. Convolutions choose the format by the strides, and take five times as long
@@ -197,7 +197,7 @@ def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
         params: The parameters, which are the first inputs.
 
     Returns:
-        The tensors for the graph's inputs before x: the parameters, followed by the views.
+        The tensors for the graph's first inputs (before x): the parameters, followed by the views.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(inputs, params, strict=False))
