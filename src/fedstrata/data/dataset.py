@@ -332,7 +332,7 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
         train, test = arrays.checked_named(x_train, "x_train"), arrays.checked_named(x_test, "x_test")
         if train.keys() != test.keys():
             names, others = ", ".join(train), ", ".join(test)
-            raise DataError(f"x_train has the inputs {names}, but x_test has {others}. Give both the same inputs.")
+            raise DataError(f"x_train has the inputs {names}, but x_test has {others}. Use the same inputs in both.")
         pairs = [(f"x_train.{name}", train[name], f"x_test.{name}", test[name]) for name in train]
         both: tuple[Inputs, Inputs] = (train, {name: test[name] for name in train})
     else:
