@@ -226,12 +226,14 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -
     (ledger / HEAD).write_text(f"9:{json.loads(whole[8])['checksum']}\n")
     found = check(ledger)
     assert found.problems == []
-    assert "a crash cut off the line after entry 9" in found.notes[0]
+    assert "the line after entry 9 is incomplete" in found.notes[0]
     Ledger(ledger).append(entries(1))
     again = check(ledger)
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
-    assert again.notes == ["entry 10: a crash cut off the line after entry 9 before the site sent the reply"]
+    assert again.notes == [
+        "entry 10: the line after entry 9 was incomplete, because of a crash before the site sent the reply"
+    ]
 
 
 def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> None:

@@ -189,7 +189,7 @@ def requested_keys(folder: Path, names: Iterable[str]) -> dict[str, RSAPublicKey
             problem = f"{path.name} cannot be read: {reason}. Ask site {name} for this file (fedstrata request)."
             raise SpecError("--requests", problem, str(folder)) from None
         if other != name or not valid or not isinstance(key, RSAPublicKey) or key.key_size < KEY_BITS:
-            problem = f"{path.name} is not a valid request of site {name} with an RSA key of {KEY_BITS} bits or more."
+            problem = f"{path.name} must be a valid request of site {name}, with an RSA key of {KEY_BITS} bits or more."
             raise SpecError("--requests", f"{problem} Ask the site for a new request.", str(folder))
         keys[name] = key
     return keys
@@ -229,7 +229,7 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         old.verify_directly_issued_by(root)
     except Exception:
         raise FedstrataError(
-            f"{path} was not issued by the root certificate in {authority}. It is from another federation."
+            f"{path} was not issued by the root certificate in {authority}. The certificate is from another federation."
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)

@@ -212,13 +212,15 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
             checked.notes.append(
-                f"entry {number}: a crash cut off the line after entry {number - 1} before the site sent the reply"
+                f"entry {number}: the line after entry {number - 1} was incomplete, because of a crash before the site "
+                "sent the reply"
             )
     if torn:
         problem = (
-            f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes) before the site sent the reply"
+            f"the line after entry {len(lines)} is incomplete ({len(torn)} bytes), because of a crash before the site "
+            "sent the reply"
         )
-        checked.notes.append(f"{problem}. The next entry will record this.")
+        checked.notes.append(f"{problem}. The next entry will record the crash.")
     whole = not checked.problems
     heads = [(HEAD, _read_head(folder, checked))] + [("the server's record", head) for head in reported]
     for source, head in ((source, head) for source, head in heads if head is not None):

@@ -192,9 +192,7 @@ class Policy(Setting):
                 problem = "the server would see individual updates, but this site accepts only privacy.sums = 'secure'"
                 raise RuleError("policy.sums", problem)
         elif privacy.parties < self.parties:
-            problem = (
-                f"the job may sum over only {privacy.parties} sites, but this site requires {self.parties} or more"
-            )
+            problem = f"a sum may have as few as {privacy.parties} sites, but this site requires {self.parties} or more"
             raise RuleError("policy.parties", f"{problem}. Set privacy.parties = {self.parties}")
 
     def _check_client_noise(self, privacy: Privacy) -> None:
@@ -270,8 +268,8 @@ class Policy(Setting):
         """
         if job not in self.approved and any(((each > 0) & (each < least)).any() for each in counts):
             problem = (
-                f"a count that this site would send is below {least}. Sites count categories, targets for 'bins', and "
-                "values for 'median' or 'most-frequent'"
+                f"this site would send a count below {least}. Sites send counts of categories, of targets (for 'bins') "
+                "and of values (for 'median' or 'most-frequent')"
             )
             accepted = "Use fewer categories, a larger step, task.edges, impute = 'mean' or 'constant', or "
             accepted += f"{_remedy(job)}."
