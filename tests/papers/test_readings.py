@@ -188,7 +188,7 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in pages).split())
     for said in [
         f"90, 5 and 5 clients, the bias of the mean update is {bias['[90, 5, 5]']:.1f} %",
-        f"kept with a mean probability of {private['keep']:.2f}, but the wanted probability is 0.10",
+        f"kept with a mean probability of {private['keep']:.2f}, but the intended probability is 0.10",
         f"({100 * (importance['drawn'] / importance['mean'] - 1):.0f} % more)",
     ]:
         assert said in text, said

@@ -135,8 +135,8 @@ def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
-        f"{allocation.count(0)} strata do not get a draw, and the error of the mean update is {100 * bias:.0f} % of "
-        "the correct update's length"
+        f"no client is drawn from {allocation.count(0)} strata, and the error of the mean update is {100 * bias:.0f} % "
+        "of the correct update's length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
@@ -199,7 +199,7 @@ def _private_samples() -> Made:
         "all": float((keep == 1).mean()),
     }
     text = (
-        f"a sample is kept with a mean probability of {values['keep']:.2f}, but the wanted probability is 0.10. In "
+        f"a sample is kept with a mean probability of {values['keep']:.2f}, but the intended probability is 0.10. In "
         f"{100 * values['all']:.1f} % of the simulated rounds, all samples are kept"
     )
     return text, values, [abs(values["keep"] / 0.1 - 1) <= DRAWN]
@@ -207,7 +207,7 @@ def _private_samples() -> Made:
 
 @_reading(
     "ldp-limit",
-    "With privacy (ε = 3, M = 100), a sample is kept with probability p̃. The wanted probability is p = 0.1, and the "
+    "With privacy (ε = 3, M = 100), a sample is kept with probability p̃. The intended probability is p = 0.1, and the "
     "root mean square error of p̃ is",
 )
 def _limit() -> Made:
@@ -219,7 +219,7 @@ def _limit() -> Made:
     text = (
         f"{few:.3f} with 10 clients of 60 samples each, and {many:.3f} with 10,000 such clients. With 600 samples per "
         f"client, the error is {errors[600][0]:.3f} with 10 clients, and {errors[600][-1]:.3f} with 10,000 clients. "
-        f"Reports of 600 samples are clipped to {bound - 1}, so p̃ tends to {clipped:.3f}"
+        f"The reported 600 samples are clipped to {bound - 1}, so p̃ tends to {clipped:.3f}"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
     return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]
