@@ -383,9 +383,9 @@ def test_indices_may_lie_in_a_file(tmp_path, labelled):
     assert "file" not in PARTITIONS.parse({"name": "given", "file": str(tmp_path / "p.npz"), "min_size": 0}).to_spec()
     with pytest.raises(SpecError, match="clients = 2: there are indices for 3"):
         Given(file=tmp_path / "p.npz", clients=2)
-    with pytest.raises(SpecError, match=r"has no effect together with indices\. Remove one of the two keys\."):
+    with pytest.raises(SpecError, match=r"has no effect together with 'indices'\. Remove one of the two keys\."):
         Given(file=tmp_path / "p.npz", indices=[[1]])
-    with pytest.raises(SpecError, match=r"indices: is required, but not set. Set either indices or file"):
+    with pytest.raises(SpecError, match=r"indices: is required, but not set. Set either 'indices' or 'file'"):
         Given()
 
 

@@ -272,8 +272,8 @@ def test_a_label_that_cannot_be_a_target(
         (
             {"name": "regression", "bins": 3},
             {},
-            "task.step: is required in a deployment, where sites count rounded values of column 'days' for task.bins. "
-            "Set task.step, or use task.edges instead of task.bins.",
+            "task.step: is required in a deployment, because task.bins requires counts of rounded values of "
+            "column 'days'. Set task.step, or use task.edges instead of task.bins.",
         ),
         (BINS, {"classes": ["1", "2"]}, ("data.schema.classes = ['1', '2']: has no effect, because the labels of this "
             "t")),

@@ -385,7 +385,9 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
     if task is not None:
         return task
     if arrays.has_fractions(y_train):
-        LOG.warning("the task is set to regression, because the targets have fractions. To use another task, set task.")
+        LOG.warning(
+            "the task is set to regression, because the targets have fractions. To use another task, set 'task'."
+        )
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
         problem = f"is not set, and y_train has {many} different integers. Set task = 'regression' if the numbers are "

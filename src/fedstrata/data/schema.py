@@ -365,7 +365,7 @@ class Schema(Setting):
                 )
             if column.type == "number" and column.counted and column.step is None:
                 problem = (
-                    f"is required for impute = {column.impute!r} in a deployment, where sites send counts of rounded "
+                    f"is required in a deployment, because impute = {column.impute!r} requires counts of rounded "
                     "numbers. "
                 )
                 raise SpecError(f"{key}.step", f"{problem}Set a rounding unit, or use impute = 'mean'.")

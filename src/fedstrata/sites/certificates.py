@@ -84,7 +84,7 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
     for one, name in ((certificate, path.name), (root, ROOT)):
         begin, end = one.not_valid_before_utc, one.not_valid_after_utc
         if now < begin:
-            text = f"valid only from {begin:%d %B %Y %H:%M} UTC, but it is {now:%d %B %Y %H:%M} here"
+            text = f"valid only from {begin:%d %B %Y %H:%M} UTC, but the time here is {now:%d %B %Y %H:%M}"
             yield True, f"{name} is {text}. Check this machine's clock."
         elif now > end:
             yield True, f"{name} has been invalid since {end:%d %B %Y}. Ask for a new certificate (fedstrata renew)."

@@ -228,12 +228,14 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
             if digests[head.entries] != head.digest:
                 checked.problems.append(f"entry {head.entries} was rewritten, and differs from {source}")
             elif source == HEAD and whole and head.entries < len(lines):
-                numbers = f"{source} lists {head.entries} entries, but there are {len(lines)}"
+                numbers = f"{source} has {head.entries} entries, but the ledger has {len(lines)}"
                 checked.notes.append(f"{numbers}, because of a crash")
         elif whole:
             several = head.entries > len(lines) + 1
             missing = f"entries {len(lines) + 1} to {head.entries} are" if several else f"entry {head.entries} is"
-            checked.problems.append(f"{missing} missing: {source} lists {head.entries}, but there are {len(lines)}")
+            checked.problems.append(
+                f"{missing} missing: {source} has {head.entries} entries, but the ledger has {len(lines)}"
+            )
     return checked
 
 

@@ -204,10 +204,10 @@ class Policy(Setting):
         noise, colluding = (0.0, None) if dp is None else (dp.noise, dp.colluding)
         if noise < self.client_noise:
             required = f"privacy.clients.noise = {self.client_noise:g} or more, with noise_from = 'sites'"
-            raise RuleError("policy.client_noise", f"this site requires {required}. The job has {noise:g}")
+            raise RuleError("policy.client_noise", f"this site requires {required}. The noise of the job is {noise:g}")
         if colluding is not None and colluding < self.colluding:
             problem = f"this site requires privacy.clients.colluding = {self.colluding} or more"
-            raise RuleError("policy.colluding", f"{problem}. The job has {colluding}")
+            raise RuleError("policy.colluding", f"{problem}. The value of the job is {colluding}")
 
     @property
     def requires_dp(self) -> bool:
@@ -252,7 +252,9 @@ class Policy(Setting):
             RuleError: The limit is reached, and the job is not approved.
         """
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
-            problem = f"other jobs already learned {topic}, and this site answers at most {self.surveys} such requests"
+            problem = (
+                f"other jobs already learned {topic}. This site answers at most {self.surveys} requests of this kind"
+            )
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
