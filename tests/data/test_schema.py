@@ -122,7 +122,7 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
     [
         ({"columns": {"a": {"rnage": [0, 1]}}}, "columns.a.rnage = [0, 1]: is not a known key; did you mean 'range'?"),
         ({"columns": {"a": "nombre"}}, "columns.a.type = 'nombre': must be 'number', 'category' or 'boolean'"),
-        ({"columns": {"a": {"range": [3, 1]}}}, "columns.a.range = [3.0, 1.0]: must be two numbers, the smaller"),
+        ({"columns": {"a": {"range": [3, 1]}}}, "columns.a.range = [3.0, 1.0]: must be two numbers, with the sm"),
         ({"columns": {"a": {"type": "boolean", "range": [0, 1]}}}, "columns.a.range = [0.0, 1.0]: must be two"),
         ({"columns": {"a": {"type": "number", "categories": ["x"]}}}, "columns.a.categories = ['x']: must be"),
         ({"columns": {"a": {"type": "category", "impute": "mean"}}}, "columns.a.impute = 'mean': cannot be computed"),

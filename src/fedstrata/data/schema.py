@@ -92,7 +92,7 @@ class Column(Setting):
         if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
             raise SpecError(
                 "range",
-                "must be two numbers, the smaller number first, and the column must be of type 'number'.",
+                "must be two numbers, with the smaller number first. The column must be of type 'number'.",
                 list(self.range),
             )
         names = self.categories

@@ -156,7 +156,7 @@ class Policy(Setting):
         for allowed in asked.allowed:
             if limit := allowed.limit_below(least):
                 problem = (
-                    f"the reply to {allowed.label} {limit.reason}, but this site requires {least.min_samples} or more"
+                    f"the reply to {allowed.label} {limit.reason}, but this site requires at least {least.min_samples}"
                 )
                 raise RuleError("policy.min_samples", problem)
         if asked.extremes and self.min_samples > 1:
