@@ -167,7 +167,7 @@ def test_updates_that_do_not_fit_into_memory_are_refused(method, seven):
         return fs.prepare(spec({"name": method, "memory_gb": limit}), data=seven, model=nn.Linear(2, 3))
 
     prepared(109e-9)
-    problem = r"^method\.aggregator\.memory_gb = 1\.07e-07: the last updates of 3 clients take up to 1\.08e-07 GB\. Inc"
+    problem = r"^method\.aggregator\.memory_gb = 1\.07e-07: the last updates of 3 clients need up to 1\.08e-07 GB\. Inc"
     with pytest.raises(fs.SpecError, match=problem):
         prepared(107e-9)
 

@@ -87,7 +87,7 @@ def test_a_line_that_is_changed_together_with_its_checksum_shows_in_the_next_lin
     log.path.write_bytes(b"".join([*lines[:2], changed[2], *lines[3:]]))
     with pytest.raises(
         DataError,
-        match=r"line 4: the checksum is wrong, because the line was changed or a line before it was removed\. Re",
+        match=r"line 4: the checksum is wrong, because this line was changed, or an earlier line was removed\. Re",
     ):
         read_jsonl(log.path)
 

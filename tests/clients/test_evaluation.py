@@ -148,7 +148,7 @@ def test_a_reply_that_cannot_be_is_not_counted():
                 samples=int(good.sums.confusion[:3, :3].sum()),
             ),
             "negative": replace(good.sums, confusion=good.sums.confusion - 1),
-            "the confusion matrix counts": replace(good.sums, samples=good.sums.samples + 1),
+            "the confusion matrix contains": replace(good.sums, samples=good.sums.samples + 1),
             "the number of scores differs": replace(good.sums, scores=good.sums.scores * 0),
         }
 

@@ -75,7 +75,7 @@ def test_unclear_columns_are_named():
         input_columns(datasets.Features(left=image, right=image, label=label))
     with pytest.raises(DataError, match="could be the label: a, b"):
         label_column(datasets.Features(a=label, b=label))
-    with pytest.raises(DataError, match=r"no column with labels. Rename one of its columns to 'label': image"):
+    with pytest.raises(DataError, match=r"no column with labels. Rename one of these columns to 'label': image"):
         label_column(datasets.Features(image=image))
     with pytest.raises(DataError, match=r"no column of images.*text \(Value\)"):
         input_columns(datasets.Features(text=datasets.Value("string"), label=label))

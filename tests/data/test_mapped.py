@@ -100,7 +100,7 @@ def test_a_limit_copies_its_samples_and_a_division_copies_none(tmp_path: Path):
     [
         (
             np.zeros((4, 2)),
-            "x_train is memory-mapped as float64 of shape (4, 2). Store at least one sample, with one of",
+            "x_train: the memory-mapped file has the type float64 and the shape (4, 2). Use one of the types",
         ),
         (np.zeros((4, 3, 8, 8), np.uint8), "x_train is memory-mapped with shape (4, 3, 8, 8). Use shape (N, F), (N"),
         (np.array([[0, np.nan]], np.float32), "x_train: the value at index (0, 1) is NaN or infinite. Replace or remo"),

@@ -103,11 +103,11 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
         ({"test": "part"}, "data.schema.test = 'part': t.csv has no such column"),
         ({"ignore": ["nothing"]}, "data.schema.ignore = 'nothing': t.csv has no such column"),
         ({"columns": {"Age": "number"}}, "data.schema.columns.Age = 'Age': t.csv has no such column"),
-        ({"columns": {"sick": "category"}}, "columns.sick: is the label column, and cannot be a feature."),
-        ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the column of data"),
+        ({"columns": {"sick": "category"}}, "columns.sick: this column is the label, so it cannot be a feature."),
+        ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: this column is data."),
         ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
         ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),
-        ({"features": ["sick"]}, "data.schema.features = 'sick': is the column of data.schema.label, and cannot be"),
+        ({"features": ["sick"]}, "data.schema.features = 'sick': this column is data.schema.label, so it cannot be"),
         ({"ignore": ["age", "sex", "smoker", "site"]}, "data.schema.features = ['age'"),
     ],
 )  # fmt: skip
@@ -122,7 +122,7 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
     [
         ({"columns": {"a": {"rnage": [0, 1]}}}, "columns.a.rnage = [0, 1]: is not a known key; did you mean 'range'?"),
         ({"columns": {"a": "nombre"}}, "columns.a.type = 'nombre': must be 'number', 'category' or 'boolean'"),
-        ({"columns": {"a": {"range": [3, 1]}}}, "columns.a.range = [3.0, 1.0]: must be two numbers, the smaller"),
+        ({"columns": {"a": {"range": [3, 1]}}}, "columns.a.range = [3.0, 1.0]: must be two numbers, with the sm"),
         ({"columns": {"a": {"type": "boolean", "range": [0, 1]}}}, "columns.a.range = [0.0, 1.0]: must be two"),
         ({"columns": {"a": {"type": "number", "categories": ["x"]}}}, "columns.a.categories = ['x']: must be"),
         ({"columns": {"a": {"type": "category", "impute": "mean"}}}, "columns.a.impute = 'mean': cannot be computed"),

@@ -139,7 +139,7 @@ def test_what_is_no_data_frame(frame):
         ('a,y\n1,0\n"2,1\n', "cannot be read: unexpected end of data"),
         (
             "a,y\n1,0\nNaN,1\n",
-            "line 3, column 'a' = 'NaN': is not a finite number. Use numbers, or list it in 'missing'",
+            "line 3, column 'a' = 'NaN': is not a finite number. Use numbers. If this entry means a missing value",
         ),
         ("a,y\n1,0\n,1\n", "line 3, column 'a' = '': is missing. Add a value, or a rule"),
         ("a,y\n1,0\n2,\n", "line 3, column 'y' = '': the label is missing"),

@@ -22,7 +22,7 @@ def test_random_layers_in_a_group_are_refused_with_advice():
     spec = fs.Experiment(
         method="stratify", partition=fs.IID(clients=3), training={"rounds": 1, "execution": "per-client"}
     )
-    with pytest.raises(SpecError, match=r"model: draws random numbers.*fused"):
+    with pytest.raises(SpecError, match=r"model: the model draws random numbers.*fused"):
         fs.run(spec, model=module)
 
 
@@ -87,7 +87,7 @@ def test_a_group_that_gets_nowhere_ends_the_run_as_the_last_resort(tiny, monkeyp
     federation = tiny(4, handlers=(gather,))
     RELEASE.clear()
     try:
-        with pytest.raises(FedstrataError, match="clients 2 neither finished nor exchanged a sum"):
+        with pytest.raises(FedstrataError, match="clients 2 neither finished nor contributed to a sum"):
             gathered(federation, instead="hang")
     finally:
         RELEASE.set()

@@ -216,10 +216,10 @@ def test_what_only_this_process_has_needs_forks(monkeypatch):
     assert forks([spec], in_memory=True) is True
     assert forks([spec, mine], in_memory=False) is True
     several = spec.replace(training={"threads": 2})
-    with pytest.warns(UserWarning, match=r"one after another, .* and training\.threads is not 1\."):
+    with pytest.warns(UserWarning, match=r"one after another, .* and because training\.threads is not 1\."):
         assert forks([several], in_memory=True) is None
     monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
-    with pytest.warns(UserWarning, match=r"one after another, .* and this process cannot be forked\."):
+    with pytest.warns(UserWarning, match=r"one after another, .* and because this process cannot be forked\."):
         assert forks([mine], in_memory=False) is None
 
 
@@ -434,7 +434,7 @@ def test_a_notebook_compares_what_it_defines(tmp_path):
 def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_path, monkeypatch):
     monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
     data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
-    with pytest.warns(UserWarning, match="one after another, because they use this process's objects, and this proc"):
+    with pytest.warns(UserWarning, match="one after another, because they use objects of this process, and because"):
         compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)
     there = models(in_turn[0])  # with the same data, handed over; another test may have added a seed
     assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}

@@ -214,7 +214,7 @@ def test_a_run_is_never_written_over(tmp_path):
         SpecError, match=r"seed = 1: the run in this folder has 0\. Use the run's value, or use another folder than"
     ):
         fs.run(spec(seed=1), out=tmp_path / "run", resume=True)
-    with pytest.raises(SpecError, match=r"resume: requires the folder of a run\. Pass this folder as out\."):
+    with pytest.raises(SpecError, match=r"resume: requires the folder of a run\. Set 'out' to this folder\."):
         fs.run(spec(), resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 

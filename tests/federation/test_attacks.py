@@ -111,7 +111,7 @@ def test_the_seed_draws_the_share_of_attackers():
         ({"name": "sign-flip", "share": 0.01}, r"attack\.share = 0\.01: is rounded to 0 of 10 clients"),
         (
             {"name": "sign-flip", "share": 0.2, "clients": [1]},
-            r"attack\.share = 0\.2: cannot be set together with clients",
+            r"attack\.share = 0\.2: cannot be set together with 'clients'",
         ),
         ({"name": "sign-flip", "clients": []}, r"attack\.clients"),
         ({"name": "sign-flip", "clients": [-1]}, r"attack\.clients\.0"),

@@ -107,8 +107,8 @@ def test_trace(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("client,from,to\n0,1,2\n", "is not a valid trace of availability: line 1 must be client,first,last"),
-        ("", "is not a valid trace of availability: line 1 must be client,first,last"),
+        ("client,from,to\n0,1,2\n", "is not a valid trace of availability: line 1 must be 'client,first,last'"),
+        ("", "is not a valid trace of availability: line 1 must be 'client,first,last'"),
         ("client,first,last\n0,1,2\n1,x,2\n", "is not a valid trace of availability: line 3 must have three integers"),
         ("client,first,last\n0,1\n", "is not a valid trace of availability: line 2 must have three integers"),
         (

@@ -175,9 +175,9 @@ def test_a_question_that_nobody_declared(tiny):
         ("another", "the reply to Say must be a Said, not a SizeReport"),
         ("text", "Said.number: input should be a valid integer"),
         ("array", "Said.values: input should be an instance of tensor"),
-        ("nan", "the reply contains NaN or infinity. Lower training.lr, or set training.clip."),
-        ("inf", "the reply contains NaN or infinity. Lower training.lr, or set training.clip."),
-        ("-inf", "the reply contains NaN or infinity. Lower training.lr, or set training.clip."),
+        ("nan", "the reply contains NaN or infinity. Reduce training.lr, or set training.clip."),
+        ("inf", "the reply contains NaN or infinity. Reduce training.lr, or set training.clip."),
+        ("-inf", "the reply contains NaN or infinity. Reduce training.lr, or set training.clip."),
     ],
 )
 def test_a_handlers_nonsense_is_refused(tiny, what, reason):
@@ -527,7 +527,7 @@ def test_the_client_that_spoils_a_fused_sum_is_found_and_left_out(tiny):
     for name, gradient in good.reply.gradient.items():
         torch.testing.assert_close(summed.reply.gradient[name], gradient)
     assert federation.reasons("refused") == [
-        "client 1 in round 1 of toy: the reply contains NaN or infinity. Lower training.lr, or set training.clip."
+        "client 1 in round 1 of toy: the reply contains NaN or infinity. Reduce training.lr, or set training.clip."
     ]
     assert (federation.log.failed, federation.log.returned) == ({1}, {0, 3})
     assert federation.log.exchanges == 1
@@ -549,9 +549,9 @@ def test_sizes_and_labels(tiny):
     ("change", "reason"),
     [
         ({"samples": 2**70}, "an integer of more than 64 bits"),
-        ({"samples": 2**62}, f"{2**62} samples, but the client has 8"),
-        ({"samples": 9}, "9 samples, but the client has 8"),
-        ({"weight": 2.0**62}, "a weight of 4.61169e+18, but each of its 8 samples weighs at most 1"),
+        ({"samples": 2**62}, f"samples in the reply is {2**62}, but the client has 8"),
+        ({"samples": 9}, "samples in the reply is 9, but the client has 8"),
+        ({"weight": 2.0**62}, "a weight of 4.61169e+18, but must have at most 1 for each of its 8 samples"),
         ({"dtype": torch.float8_e4m3fn}, "a tensor of the unsupported type torch.float8_e4m3fn"),
         ({"layout": "sparse"}, "a tensor with the layout torch.sparse_coo on"),
         ({"device": "meta"}, "on the device 'meta'"),

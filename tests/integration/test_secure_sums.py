@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weights of strata": (
         {"method": {"name": "fedavg", "aggregator": "stratum"}},
-        "method.aggregator = 'stratum': weights each client by its stratum",
+        "method.aggregator = 'stratum': gives each client a weight that depends on its stratum",
     ),
     "single samples": (
         {"method": {"name": "stratify", "mode": "single"}},

@@ -130,7 +130,7 @@ def test_choices_that_do_not_go_together_are_refused(small):
     wanted = table("fedsts", "all", "cross-entropy", "horvitz-thompson")
     wanted["method"]["client_sampler"]["replacement"] = False
     with pytest.raises(
-        SpecError, match=r"the aggregator 'horvitz-thompson' requires draws with replacement\. Set replacement = true"
+        SpecError, match=r"the aggregator 'horvitz-thompson' requires that clients are drawn with replacement\. Set r"
     ) as caught:
         fs.run(wanted, data=small)
     assert caught.value.key == "method.client_sampler.replacement"

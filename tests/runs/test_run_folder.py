@@ -76,7 +76,7 @@ def test_without_a_folder_the_history_is_kept_in_memory(prepared, whole, tmp_pat
 
 def test_nothing_goes_on_in_memory(prepared):
     with (
-        pytest.raises(SpecError, match=r"resume: requires the folder of a run\. Pass this folder as out\."),
+        pytest.raises(SpecError, match=r"resume: requires the folder of a run\. Set 'out' to this folder\."),
         fs.RunFolder.open(None, prepared, resume=True),
     ):
         raise AssertionError

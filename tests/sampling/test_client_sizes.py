@@ -101,7 +101,7 @@ def test_the_estimate_by_hand():
 def test_a_client_as_large_as_the_bound_is_clipped_and_one_smaller_is_not(tiny):
     """M = 8 reports 8 samples as 7."""
     settings = FedSTaSData(epsilon=1.0, bound=8)
-    with pytest.warns(UserWarning, match=r"clips the sizes of 1 of 2 clients \(the largest client has 8 samples\)"):
+    with pytest.warns(UserWarning, match=r"samples of 1 of 2 clients are clipped \(the largest client has 8 samples\)"):
         settings.check(tiny(sizes=[7, 8]).config)
     settings.check(tiny(sizes=[7, 7]).config)
 
@@ -151,7 +151,7 @@ def test_a_share_is_kept_without_a_request(tiny):
     ("key", "value"), [("samples", 10), ("epsilon", 3.0), ("estimates", "pooled"), ("reuse", False)]
 )
 def test_a_share_needs_no_settings_of_reports(key, value):
-    with pytest.raises(SpecError, match=rf"^method\.{key} = .*: has no effect with share, .* Remove {key} or share\."):
+    with pytest.raises(SpecError, match=rf"^method\.{key} = .*: has no effect with 'share', .* Remove '{key}' or 'sha"):
         fs.Experiment(method={"name": "fedstas", "share": 0.5, key: value})
 
 

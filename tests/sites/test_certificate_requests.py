@@ -116,7 +116,7 @@ def test_a_wrong_request_is_refused(what: str, tmp_path: Path) -> None:
     request = x509.load_der_x509_csr(WRONG[what]())
     (tmp_path / "a.csr").write_bytes(request.public_bytes(Encoding.PEM))
     with pytest.raises(
-        SpecError, match=r"a\.csr is not a valid request of site a with an RSA key of 2048 bits or more"
+        SpecError, match=r"a\.csr must be a valid request of site a, with an RSA key of 2048 bits or more"
     ):
         requested_keys(tmp_path, ["a"])
 

@@ -146,7 +146,7 @@ def test_the_privacy_loss_of_the_whole_job_is_known_before_it_starts(fed: Path) 
 
     text, whole = said(""), total(training.rounds)
     assert text.startswith(f"ok       privacy: all {training.rounds} rounds of the job spend ε = ")
-    assert text.endswith(f"at δ = 0.0001. With earlier jobs, the total (policy.budget) is then {whole:.3g}")
+    assert text.endswith(f"at δ = 0.0001. Together with earlier jobs, the total ε is then {whole:.3g}")
     text = said(f'budget = {whole / 2}\noutside_dp = ["sizes", "normalization", "imputation", "evaluation"]\n')
     allowed = int(re.search(r"after (\d+) rounds", text)[1])
     assert text.startswith("warning")
@@ -225,7 +225,7 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     assert (after.subject, list(after.extensions)) == (before.subject, list(before.extensions))
     assert after.serial_number != before.serial_number
     assert key.read_bytes() == key_before
-    with pytest.raises(FedstrataError, match="It is from another federation"):
+    with pytest.raises(FedstrataError, match="The certificate is from another federation"):
         renew(made / "other" / "authority", path, 30)
     with pytest.raises(FedstrataError, match="does not contain the private key of a root certificate"):
         renew(fed / "a", path, 30)

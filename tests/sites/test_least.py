@@ -269,7 +269,7 @@ def test_a_site_cannot_claim_more_samples_than_it_reported_before_the_run(transp
     history = run_prepared(ready, tmp_path / "out", engine)
     assert {(record["clients_returned"], record["clients_failed"]) for record in history} == {(1, 1)}
     reasons = [event["reason"] for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "refused"]
-    assert f"{2**62} samples, but the client has 32" in reasons[0]
+    assert f"samples in the reply is {2**62}, but the client has 32" in reasons[0]
     engine.most_samples.clear()  # as in a new process, which resumes the run
     resumed = surveyed(prepared, engine, tmp_path / "out", resume=True)
     assert resumed.config.most_samples.tolist() == [64, 64]

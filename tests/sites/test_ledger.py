@@ -132,12 +132,12 @@ def moved(ledger: Path) -> str:
 
 def tail_cut_off(ledger: Path) -> str:
     (ledger / FILE).write_bytes(b"".join(lines(ledger)[:7]))
-    return "entries 8 to 10 are missing: ledger.head lists 10, but there are 7"
+    return "entries 8 to 10 are missing: ledger.head has 10 entries, but the ledger has 7"
 
 
 def all_gone(ledger: Path) -> str:
     (ledger / FILE).unlink()
-    return "entries 1 to 10 are missing: ledger.head lists 10, but there are 0"
+    return "entries 1 to 10 are missing: ledger.head has 10 entries, but the ledger has 0"
 
 
 def head_gone(ledger: Path) -> str:
@@ -208,7 +208,7 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(ledger: 
     (ledger / HEAD).write_text(f"6:{digest}\n")
     assert check(ledger).problems == []
     assert check(ledger, reported).problems == [
-        "entries 7 to 11 are missing: the server's record lists 11, but there are 6"
+        "entries 7 to 11 are missing: the server's record has 11 entries, but the ledger has 6"
     ]
     # So is one that was written anew in the same length.
     (ledger / FILE).unlink()
@@ -226,12 +226,14 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -
     (ledger / HEAD).write_text(f"9:{json.loads(whole[8])['checksum']}\n")
     found = check(ledger)
     assert found.problems == []
-    assert "a crash cut off the line after entry 9" in found.notes[0]
+    assert "the line after entry 9 is incomplete" in found.notes[0]
     Ledger(ledger).append(entries(1))
     again = check(ledger)
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
-    assert again.notes == ["entry 10: a crash cut off the line after entry 9 before the site sent the reply"]
+    assert again.notes == [
+        "entry 10: the line after entry 9 was incomplete, because of a crash before the site sent the reply"
+    ]
 
 
 def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> None:
@@ -239,7 +241,7 @@ def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> No
     (ledger / HEAD).write_text(f"8:{digest}\n")
     found = check(ledger)
     assert found.problems == []
-    assert found.notes == ["ledger.head lists 8 entries, but there are 10, because of a crash"]
+    assert found.notes == ["ledger.head has 8 entries, but the ledger has 10, because of a crash"]
 
 
 def killed(folder: Path, rounds: int, seed: int) -> None:
@@ -416,7 +418,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
     (ledger / FILE).write_bytes(b"".join(kept))
     (ledger / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['checksum']}")
     assert check(ledger).problems == []
-    assert "missing: the server's record lists" in check(ledger, heads_of(folder, "a")).problems[0]
+    assert "missing: the server's record has" in check(ledger, heads_of(folder, "a")).problems[0]
 
 
 def test_no_kit_no_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

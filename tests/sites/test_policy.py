@@ -65,7 +65,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"dp": 1.0, "outside_dp": []}, PRESET, "policy.outside_dp", "samples of each client ('sizes') would be sent"),
         ({"budget": 3.0}, PRESET | TUNED, "policy.outside_dp", "('evaluation') would be sent without noise, but"),
         ({"sums": "secure"}, {}, "policy.sums", "would see individual updates, but this site accepts only privacy"),
-        ({"parties": 4}, SECURE, "policy.parties", "job may sum over only 3 sites, but this site requires 4 or more"),
+        ({"parties": 4}, SECURE, "policy.parties", "a sum may have as few as 3 sites, but this site requires 4 or"),
     ],
     ids=str,
 )  # fmt: skip

@@ -47,7 +47,7 @@ def test_jobs_and_restarts_share_one_budget_and_its_last_step_is_exact(tmp_path:
     spend(PrivacyBudget(tmp_path, POLICY_OF_3), "a", most - 7)
     spend(PrivacyBudget(tmp_path, POLICY_OF_3), "b", 6)
     again = PrivacyBudget(tmp_path, POLICY_OF_3)
-    with pytest.raises(RuleError, match=r"'policy\.budget'.* over all jobs, ε = 3 at δ = 1e-05") as refused:
+    with pytest.raises(RuleError, match=r"'policy\.budget'.* for all jobs together, ε = 3 at δ = 1e-05") as refused:
         spend(again, "c", 2)
     assert refused.value.rule == "policy.budget"
     spend(again, "c", 1)

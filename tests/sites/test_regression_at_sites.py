@@ -272,14 +272,14 @@ def test_a_label_that_cannot_be_a_target(
         (
             {"name": "regression", "bins": 3},
             {},
-            "task.step: is required in a deployment, where sites count rounded values of column 'days' for task.bins. "
-            "Set task.step, or use task.edges instead of task.bins.",
+            "task.step: is required in a deployment, because task.bins requires counts of rounded values of "
+            "column 'days'. Set task.step, or use task.edges instead of task.bins.",
         ),
         (BINS, {"classes": ["1", "2"]}, ("data.schema.classes = ['1', '2']: has no effect, because the labels of this "
             "t")),
         (None, {}, "data.schema.columns.days: describes the label as a number, but the task has classes. Set task ="),
         (None, {"columns": {"age": {}}}, "data.schema.classes: is required in a deployment, because the sites' rows "),
-        (BINS, {"columns": {"days": {}}, "features": ["days"]}, "data.schema.features = 'days': is the label column"),
+        (BINS, {"columns": {"days": {}}, "features": ["days"]}, "data.schema.features = 'days': this column is the"),
         (BINS, {"columns": {"days": {}}}, "data.schema.columns: describes no feature. Describe at least one "),
         ("multilabel", {}, "task = 'multilabel': cannot be used in a deployment, where the label of a sample must be "),
         ("next-token", {}, "task = 'next-token': cannot be used in a deployment"),
@@ -304,9 +304,9 @@ def test_arrays_of_sites_are_classes() -> None:
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ({"categories": ["1", "2"]}, "columns.days: is the label column, and cannot be a feature. Remove this"),
-        ({"impute": "mean"}, "columns.days: is the label column"),
-        ({"type": "number", "indicator": True}, "columns.days: is the label column"),
+        ({"categories": ["1", "2"]}, "columns.days: this column is the label, so it cannot be a feature. If the"),
+        ({"impute": "mean"}, "columns.days: this column is the label"),
+        ({"type": "number", "indicator": True}, "columns.days: this column is the label"),
     ],
 )
 def test_a_label_is_described_as_a_number_only(column: Any, problem: str) -> None:
@@ -336,7 +336,7 @@ def test_a_site_does_not_tell_counts_of_few_targets(place: Path) -> None:
     refused = asked(few)
     assert isinstance(refused, Refused)
     assert "refused by the rule 'policy.min_samples'" in refused.reason
-    assert "targets for 'bins'" in refused.reason
+    assert "targets (for 'bins')" in refused.reason
     assert not few.ledger.answered
     few.site_server.policy = Policy(approved=[hash_of(few.spec)])
     assert asked(few).statistics.counts["days"][:, 1].min() < 5
@@ -352,7 +352,7 @@ def test_a_spec_can_require_more_samples_than_the_site(place: Path) -> None:
     strict = spec_of(place, task, schema, privacy={"min_samples": smallest + 1})
     refused = asked(site(place, strict, min_samples=2))
     assert isinstance(refused, Refused)
-    assert f"a count that this site would send is below {smallest + 1}." in refused.reason
+    assert f"this site would send a count below {smallest + 1}." in refused.reason
 
 
 @pytest.mark.slow

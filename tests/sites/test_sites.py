@@ -386,7 +386,7 @@ def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:
 
     sums = Sums(1.0)
     sums.open("g", {"a": {0}, "b": {1}})
-    with pytest.raises(SiteRefusedError, match="which belong to another site"):
+    with pytest.raises(SiteRefusedError, match="these clients are at another site"):
         read(sums.add_up("b", records.encode(Part("g", [0], [torch.ones(1)]))), Total)
     with pytest.raises(SiteRefusedError, match="no longer exists"):
         read(sums.add_up("a", records.encode(Part("h", [0], [torch.ones(1)]))), Total)
@@ -986,7 +986,7 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
         ),
         (
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
-            "data.schema.columns.age.step: is required for impute = 'median' in a deployment",
+            "data.schema.columns.age.step: is required in a deployment, because impute = 'median'",
         ),
         ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect, because sites use their own data."),
         ({"name": "digits"}, "data: the sites' own data must be described. Set [data.schema] for tables, or"),

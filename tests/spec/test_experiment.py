@@ -288,11 +288,11 @@ def test_an_override_of_another_kind_is_not_for_a_label_that_changed_it():
         ({"method": {"name": "fedsampling", "strata": 3}}, r"method\.strata = 3: is not a known key"),
         (
             {"model": {"name": "cnn64", "channels": [3]}},
-            r"model\.channels = \[3\]: is not a known key\. channels belongs to cnn, but this model is cnn64\.",
+            r"model\.channels = \[3\]: is not a known key\. The key 'channels' belongs to cnn, but this model is cnn64",
         ),
         (
             {"partition": {"name": "iid", "alpha": 1}},
-            r"is not a known key\. alpha belongs to dirichlet, domain, but this partition",
+            r"is not a known key\. The key 'alpha' belongs to dirichlet, domain, but this par",
         ),
         ({"partition": {"name": "Dirichlet"}}, r"did you mean 'dirichlet'"),
     ],

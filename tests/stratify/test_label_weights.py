@@ -162,7 +162,7 @@ def test_a_run_that_stopped_ends_with_the_same_model(eight: fs.Dataset, tmp_path
         ({"mode": "single"}, {}, "requires batches"),
         ({"mode": "hybrid"}, {}, "requires batches"),
         ({"local_steps": 2}, {}, "local step"),
-        ({"masking": "prf"}, {}, "which masking hides"),
+        ({"masking": "prf"}, {}, "masking must hide"),
         ({}, {"privacy": {"min_samples": 2}}, "only few samples contribute to a sum"),
         ({}, {"privacy": {"sums": "secure"}, "partition": {"clients": 5}}, "few clients contribute to a secure sum"),
     ],

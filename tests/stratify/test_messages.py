@@ -21,8 +21,8 @@ def told(labels, counts):
         ([0.0, 1.0], torch.tensor([1, 2]), "labels"),
         ([[0, 1]], torch.tensor([[1, 2]]), "labels"),
         ([1, 1], torch.tensor([1, 2]), "a label occurs twice"),
-        ([0, 1], torch.tensor([0, 2]), "a number of samples is not between 1 and"),
-        ([0, 1], torch.tensor([1, 2**62]), "a number of samples is not between 1 and"),
+        ([0, 1], torch.tensor([0, 2]), "a label must have 1 to "),
+        ([0, 1], torch.tensor([1, 2**62]), "a label must have 1 to "),
     ],
 )
 def test_labels_and_counts_that_cannot_be_are_refused(labels, counts, problem):

@@ -403,7 +403,7 @@ def test_what_does_not_fit_is_refused(balanced, change, key):
     ("rounds", "remedy"),
     [
         (1, "mode 'single'. Set training.rounds to at least 2."),
-        (3, "mode 'single'. Set pretraining to at most 2, or set training.rounds to at least 4."),
+        (3, "mode 'single'. Set method.pretraining to at most 2, or set training.rounds to at least 4."),
     ],
 )
 def test_the_remedy_for_too_few_rounds_is_possible(balanced, rounds, remedy):

@@ -7,10 +7,10 @@ from typing import Any
 from fedstrata.methods.base import METHODS
 
 NEEDS_REPLIES = {
-    "fedsts": "groups clients by their gradients",
-    "fedstas": "groups clients by their gradients",
-    "fedssar": "groups clients by their models",
-    "clustered": "groups clients by their numbers of samples or updates",
+    "fedsts": "forms groups of clients from their gradients",
+    "fedstas": "forms groups of clients from their gradients",
+    "fedssar": "forms groups of clients from their models",
+    "clustered": "forms groups of clients from their numbers of samples or updates",
     "power-of-choice": "compares the losses of individual clients",
     "fedentopt": "asks each client for its label counts",
     "fedgs": "asks each client for its label counts",

@@ -272,7 +272,7 @@ class StratumMean(Aggregator):
     code. ``HorvitzThompson`` is unbiased.
     """
 
-    needs_replies = "weights each client by its stratum"
+    needs_replies = "gives each client a weight that depends on its stratum"
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights that are proportional to N_h / m_h and add up to 1.
@@ -298,7 +298,7 @@ class HorvitzThompson(Aggregator):
     only on average, so they are applied to updates and not to whole models.
     """
 
-    needs_replies = "weights each client by its chance of being drawn"
+    needs_replies = "gives each client a weight that depends on its probability of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Raise ``SpecError`` if the probabilities of draws are unknown, or if some strata might never be drawn.
@@ -317,8 +317,9 @@ class HorvitzThompson(Aggregator):
             raise SpecError("method.allocation", problem, allocation)
         known = isinstance(sampler, Uniform) or getattr(sampler, "draws", None) == "systematic"
         if getattr(sampler, "replacement", None) is False and not known:
-            problem = "the aggregator 'horvitz-thompson' requires draws with replacement. Set replacement = true. With "
-            problem += "fedsts or fedstas, set method.aggregation = 'horvitz-thompson' or 'inclusion' instead."
+            problem = "the aggregator 'horvitz-thompson' requires that clients are drawn with replacement. Set "
+            problem += "replacement = true. With fedsts or fedstas, set method.aggregation = 'horvitz-thompson' or "
+            problem += "'inclusion' instead."
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:

@@ -255,5 +255,5 @@ def require_memory(config: FederationConfig, models: int, limit: float, what: st
     """
     needed = models * sum(w.numel() * w.element_size() for w in config.model.params().values()) / 1e9
     if needed > limit:
-        problem = f"{what} take up to {needed:.3g} GB. Increase memory_gb, or use the aggregator 'fedau'."
+        problem = f"{what} need up to {needed:.3g} GB. Increase memory_gb, or use the aggregator 'fedau'."
         raise SpecError("method.aggregator.memory_gb", problem, limit)

@@ -359,7 +359,8 @@ def _belongs(cls: type[BaseModel], word: str) -> str:
                     if word in registry.find(name).model_fields:
                         owners.append(name)
             this = getattr(cls, "name", "") or cls.__name__
-            return f"{word} belongs to {', '.join(owners)}, but this {registry.kind} is {this}. " if owners else ""
+            where = f"{', '.join(owners)}, but this {registry.kind} is {this}"
+            return f"The key {word!r} belongs to {where}. " if owners else ""
     return ""
 
 

@@ -170,7 +170,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         checksum = record.pop(CHECKSUM, None)
         if checksum is not None:
             if checksum_of(line, last) != checksum:
-                problem = "the checksum is wrong, because the line was changed or a line before it was removed"
+                problem = "the checksum is wrong, because this line was changed, or an earlier line was removed"
                 raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
             last = checksum
         elif last:

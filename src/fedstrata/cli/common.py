@@ -198,7 +198,7 @@ def elsewhere(error: SpecError) -> SpecError:
     if hinted or not error.problem.startswith("is not a known key") or not (sections := owners(word, besides=outer)):
         return error
     problem, _, accepted = error.problem.partition(". ")
-    problem = f"{problem}. {word} belongs to {' and '.join(sections[:3])}. {accepted}"
+    problem = f"{problem}. The key {word!r} belongs to {' and '.join(sections[:3])}. {accepted}"
     return SpecError(error.key, problem, error.value, error.place)
 
 

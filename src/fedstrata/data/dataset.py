@@ -333,7 +333,7 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
         train, test = arrays.checked_named(x_train, "x_train"), arrays.checked_named(x_test, "x_test")
         if train.keys() != test.keys():
             names, others = ", ".join(train), ", ".join(test)
-            raise DataError(f"x_train has the inputs {names}, but x_test has {others}. Give both the same inputs.")
+            raise DataError(f"x_train has the inputs {names}, but x_test has {others}. Use the same inputs in both.")
         pairs = [(f"x_train.{name}", train[name], f"x_test.{name}", test[name]) for name in train]
         both: tuple[Inputs, Inputs] = (train, {name: test[name] for name in train})
     else:
@@ -386,7 +386,9 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
     if task is not None:
         return task
     if arrays.has_fractions(y_train):
-        LOG.warning("the task is set to regression, because the targets have fractions. To use another task, set task.")
+        LOG.warning(
+            "the task is set to regression, because the targets have fractions. To use another task, set 'task'."
+        )
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
         problem = f"is not set, and y_train has {many} different integers. Set task = 'regression' if the numbers are "

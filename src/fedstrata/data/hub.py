@@ -143,7 +143,7 @@ def label_column(features: Any) -> str:
     if len(labels) == 1 or usual:
         return str(labels[0] if len(labels) == 1 else usual[0])
     several = f"several columns could be the label: {', '.join(labels)}. Rename one of them to 'label'."
-    none = f"the data set has no column with labels. Rename one of its columns to 'label': {', '.join(features)}"
+    none = f"the data set has no column with labels. Rename one of these columns to 'label': {', '.join(features)}"
     raise DataError(several if labels else none)
 
 

@@ -71,8 +71,9 @@ class MappedFile:
             DataError: The type is not one of ``TYPES``, there are no samples, or some values are not finite.
         """
         if self.dtype not in TYPES or not all(self.shape):
-            problem = f"is memory-mapped as {self.dtype} of shape {self.shape}"
-            raise DataError(f"{key} {problem}. Store at least one sample, with one of the types {', '.join(TYPES)}.")
+            problem = f"the memory-mapped file has the type {self.dtype} and the shape {self.shape}"
+            accepted = f"Use one of the types {', '.join(TYPES)}, and store at least one sample."
+            raise DataError(f"{key}: {problem}. {accepted}")
         tensor = self.open()
         if tensor.is_floating_point():
             for start, chunk in enumerate(torch.split(tensor.view(-1), CHUNK)):

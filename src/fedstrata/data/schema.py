@@ -92,7 +92,7 @@ class Column(Setting):
         if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
             raise SpecError(
                 "range",
-                "must be two numbers, the smaller number first, and the column must be of type 'number'.",
+                "must be two numbers, with the smaller number first. The column must be of type 'number'.",
                 list(self.range),
             )
         names = self.categories
@@ -168,7 +168,8 @@ class Column(Setting):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
-                f"is not a finite number. Use {self.accepted}, or list it in 'missing' if it means a missing value."
+                f"is not a finite number. Use {self.accepted}. If this entry means a missing value, list it in "
+                "'missing'."
             )
         if isinstance(cell, (int, str)) and abs(number) >= 2**53 and _digits(cell) not in (None, int(number)):
             raise ValueError(
@@ -242,8 +243,8 @@ class Schema(Setting):
             )
         label = self.target
         if any(getattr(label, key) for key in ("categories", "impute", "indicator")) or label.type != "number":
-            problem = "is the label column, and cannot be a feature. Remove this key. If the label is a number, set "
-            raise SpecError(f"columns.{self.label}", problem + "only unit, range and missing.")
+            problem = "this column is the label, so it cannot be a feature. If the label is a number, set only unit, "
+            raise SpecError(f"columns.{self.label}", problem + "range and missing. Otherwise, remove this key.")
         for name in self.inputs:
             if name in self.ignore or (self.features is not None and name not in self.features):
                 key = "ignore" if self.ignore else "features"
@@ -302,7 +303,7 @@ class Schema(Setting):
         if name in self.roles:
             raise SpecError(
                 key,
-                f"is the column of data.schema.{self.roles[name]}, and cannot be a feature. Remove it from the "
+                f"this column is data.schema.{self.roles[name]}, so it cannot be a feature. Remove it from the "
                 "features.",
                 name if given is None else ...,
             )
@@ -346,7 +347,7 @@ class Schema(Setting):
         columns: dict[str, Column] = {}
         for name in self.features or self.inputs:
             if name == self.label:
-                problem = "is the label column, and cannot be a feature. Remove the column."
+                problem = "this column is the label, so it cannot be a feature. Remove it from the features."
                 raise SpecError("data.schema.features", problem, name)
             key = f"data.schema.columns.{name}"
             if (given := (self.columns or {}).get(name)) is None:
@@ -364,7 +365,7 @@ class Schema(Setting):
                 )
             if column.type == "number" and column.counted and column.step is None:
                 problem = (
-                    f"is required for impute = {column.impute!r} in a deployment, where sites send counts of rounded "
+                    f"is required in a deployment, because impute = {column.impute!r} requires counts of rounded "
                     "numbers. "
                 )
                 raise SpecError(f"{key}.step", f"{problem}Set a rounding unit, or use impute = 'mean'.")

@@ -100,7 +100,7 @@ with warnings.catch_warnings():
         def _agree(self) -> Data:
             for key, other in (("shape", "classes"), ("classes", "shape"), ("shift", "scale"), ("scale", "shift")):
                 if getattr(self, key) is not None and getattr(self, other) is None:
-                    raise SpecError(other, f"must be set together with {key}. Set both keys or neither.")
+                    raise SpecError(other, f"must be set together with {key!r}. Set both keys or neither.")
             for key in ("shape", "range"):
                 if getattr(self, key) is not None and (self.schema is not None or self.shape is None):
                     problem = (
@@ -111,7 +111,7 @@ with warnings.catch_warnings():
             if self.shift is not None and self.scale is not None and len(self.shift) != len(self.scale):
                 raise SpecError(
                     "scale",
-                    f"has {len(self.scale)} numbers, but shift has {len(self.shift)}. Make both equally long.",
+                    f"has {len(self.scale)} numbers, but 'shift' has {len(self.shift)}. Make both equally long.",
                     list(self.scale),
                 )
             return self

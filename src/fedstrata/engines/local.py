@@ -307,9 +307,9 @@ def refuse_random(config: FederationConfig) -> None:
         SpecError: The model's forward pass draws random numbers.
     """
     if config.random:
-        problem = "draws random numbers, so results are not reproducible when clients train in parallel. Use a model "
-        problem += "without random numbers (for example, nn.Dropout with p = 0). With Stratify, alternatively set "
-        problem += "training.execution = 'fused'."
+        problem = "the model draws random numbers, so results are not reproducible when clients train in parallel. Use "
+        problem += "a model without random numbers (for example, nn.Dropout with p = 0). With Stratify, alternatively "
+        problem += "set training.execution = 'fused'."
         raise SpecError("model", problem)
 
 
@@ -340,7 +340,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
             if waited > patience:
                 waiting = group.progress[1]
                 stuck = [client for member, client in enumerate(threads) if client in alive and member not in waiting]
-                problem = "neither finished nor exchanged a sum. Look for an endless loop in your code."
+                problem = "neither finished nor contributed to a sum. Look for an endless loop in your code."
                 raise FedstrataError(f"in the last {patience:g} s, clients {', '.join(map(str, stuck))} {problem}")
     except BaseException:
         group.abort("it was interrupted")

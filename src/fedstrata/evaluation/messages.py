@@ -79,7 +79,7 @@ class Evaluate(Request):
             raise ReplyRefusedError("the reply contains a negative count")
         if int(sums.confusion.sum()) != sums.samples:
             raise ReplyRefusedError(
-                f"the confusion matrix counts {int(sums.confusion.sum())} samples, but the reply says {sums.samples}"
+                f"the confusion matrix contains {int(sums.confusion.sum())} samples, but 'samples' is {sums.samples}"
             )
         members = sums.scores[:, 1].sum(dim=1)
         if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):

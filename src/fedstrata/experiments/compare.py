@@ -308,7 +308,7 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     if can_fork() and all(spec.training.threads == 1 for spec in specs):
         return True
     why = "training.threads is not 1" if can_fork() else "this process cannot be forked"
-    problem = f"the runs are executed one after another, because they use this process's objects, and {why}."
+    problem = f"the runs are executed one after another, because they use objects of this process, and because {why}."
     warnings.warn(problem, stacklevel=4)
     return None
 

@@ -42,7 +42,9 @@ class Attack(Setting):
     @model_validator(mode="after")
     def _one_of_both(self) -> Attack:
         if self.share is not None and self.clients is not None:
-            raise SpecError("share", "cannot be set together with clients. Remove one of the two settings.", self.share)
+            raise SpecError(
+                "share", "cannot be set together with 'clients'. Remove one of the two settings.", self.share
+            )
         return self
 
     def attackers(self, clients: int, seed: int) -> tuple[ClientId, ...]:

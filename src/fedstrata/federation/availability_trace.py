@@ -34,7 +34,7 @@ class Trace(Availability):
             with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
                 self._parse(csv.DictReader(lines))
         except FileNotFoundError:
-            problem = "the file does not exist. Give a CSV file with the columns client,first,last."
+            problem = "the file does not exist. Give a CSV file with the columns 'client', 'first' and 'last'."
             raise SpecError("file", problem, self.file) from None
         except (OSError, RuntimeError, ValueError, csv.Error) as error:
             # expanduser raises RuntimeError for an unknown user.
@@ -46,7 +46,7 @@ class Trace(Availability):
     def _parse(self, reader: csv.DictReader[str]) -> None:
         """Read the intervals. Do not quote the file in errors, because another organisation may read the errors."""
         if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
-            raise ValueError("line 1 must be client,first,last")
+            raise ValueError("line 1 must be 'client,first,last'")
         number: type[int | float] = int if self.round_seconds is None else float
         numbers = "three integers" if self.round_seconds is None else "an integer and two numbers"
         least = 1 if self.round_seconds is None else 0

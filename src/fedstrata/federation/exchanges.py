@@ -227,12 +227,12 @@ class Exchanges:
                 log.fail(client, Failure(defect, refused=True))
             elif most is not None and isinstance(outcome, FitReply) and outcome.samples > most[client]:
                 refused = True
-                reason = f"the reply counts {outcome.samples} samples, but the client has {most[client]}"
+                reason = f"the number of samples in the reply is {outcome.samples}, but the client has {most[client]}"
                 log.fail(client, Failure(reason, refused=True))
             elif isinstance(outcome, WeightedFitReply) and not 0 <= outcome.weight <= outcome.samples * places:
                 refused = True
-                weight = f"the reply has a weight of {outcome.weight:g}, but each of its {outcome.samples} samples"
-                log.fail(client, Failure(f"{weight} weighs at most {places}", refused=True))
+                weight = f"the reply has a weight of {outcome.weight:g}, but must have at most {places} for each of"
+                log.fail(client, Failure(f"{weight} its {outcome.samples} samples", refused=True))
             else:
                 replies[client] = outcome
         sizes = {client: records.size(reply) for client, reply in replies.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedstrata.base import records
 from fedstrata.base.errors import ReplyRefusedError, WireError
 
-DIVERGED = "Lower training.lr, or set training.clip."
+DIVERGED = "Reduce training.lr, or set training.clip."
 """The advice in the error message if a reply contains NaN or infinity, which is a sign that training diverged."""
 
 DTYPES = frozenset(

@@ -35,7 +35,7 @@ class PersonalLayers(CrossEntropy):
             if self.layers is None:
                 problem = "the model has only a head, which would stay at the clients. Use a deeper model."
                 raise SpecError("model", problem, config.model.head_name)
-            problem = "all layers of the model would stay at the clients. Leave a layer for the server to average."
+            problem = "all layers of the model would stay at the clients. Remove a name from this list."
             raise SpecError("method.layers", problem, self.layers)
 
     def stays(self, name: str, model: Model) -> bool:

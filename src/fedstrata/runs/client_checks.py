@@ -46,7 +46,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         "attackers may use the updates of other clients, so ε is not valid. Use the attack 'label-flip', or remove "
         "the section."
     )
-    buffers = "has buffers or integer parameters, which cannot get noise. Use a model without BatchNorm."
+    buffers = "has buffers or integer parameters, to which noise cannot be added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None and dp.noise_from == "server", "privacy.clients.noise_from", "server", at_sites),
         (privacy.dp is not None, "privacy.dp", ..., "cannot be used with privacy.clients. Remove one of the sections."),

@@ -335,7 +335,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
     """
     if path is None:
         if resume:
-            raise SpecError("resume", "requires the folder of a run. Pass this folder as out.")
+            raise SpecError("resume", "requires the folder of a run. Set 'out' to this folder.")
         return []
     if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
         return []

@@ -320,8 +320,8 @@ class FedSTaSData(DataSampler):
         """Raise ``SpecError`` if ``share`` is set together with settings that only affect the clients' reports."""
         for key in ("samples", "epsilon", "estimates", "reuse"):
             if self.share is not None and (value := getattr(self, key)) is not None:
-                problem = "has no effect with share, because clients do not report their numbers of samples. Remove"
-                raise SpecError(key, f"{problem} {key} or share.", value)
+                problem = "has no effect with 'share', because clients do not report their numbers of samples. Remove"
+                raise SpecError(key, f"{problem} {key!r} or 'share'.", value)
         return self
 
     @property
@@ -339,9 +339,10 @@ class FedSTaSData(DataSampler):
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
-                f"method.bound = {self.bound}: clips the sizes of {clipped} of {config.clients} clients (the largest "
-                f"client has {int(config.sizes.max())} samples). The estimated total is therefore too low, and clients "
-                "use more samples than requested. A larger bound avoids this, but adds noise.",
+                f"method.bound = {self.bound}: the numbers of samples of {clipped} of {config.clients} clients are "
+                f"clipped (the largest client has {int(config.sizes.max())} samples). The estimate of the total is "
+                "therefore too low, and clients use more samples than requested. A larger bound clips fewer clients, "
+                "but adds noise.",
                 stacklevel=2,
             )
 

@@ -86,7 +86,7 @@ class Clustered(ClientSampler):
     """
 
     tells_sizes = True
-    needs_replies = "groups clients by their numbers of samples or updates"
+    needs_replies = "forms groups of clients from their numbers of samples or updates"
 
     algorithm: Algorithm = 2
     coordinates: int = Field(default=2048, ge=0)

@@ -59,7 +59,7 @@ class FedSSARSampler(ClientSampler):
             cluster.
     """
 
-    needs_replies = "groups clients by their models"
+    needs_replies = "forms groups of clients from their models"
 
     min_samples: int = Field(default=2, ge=2)
     xi: float = Field(default=0.1, gt=0, lt=1)

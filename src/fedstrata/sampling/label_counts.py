@@ -51,7 +51,7 @@ class LabelReport(Request):
         if len(torch.unique(reply.labels)) != len(reply.labels):
             raise ReplyRefusedError("a label occurs twice in the reply")
         if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
-            raise ReplyRefusedError(f"a number of samples is not between 1 and {MOST_SAMPLES}")
+            raise ReplyRefusedError(f"a label must have 1 to {MOST_SAMPLES} samples")
 
 
 @record("LabelCounts")

@@ -119,7 +119,7 @@ class Stratified(ClientSampler):
             "participants"``.
     """
 
-    needs_replies = "groups clients by their gradients"
+    needs_replies = "forms groups of clients from their gradients"
 
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=0, le=255)
@@ -144,7 +144,7 @@ class Stratified(ClientSampler):
         """Raise ``SpecError`` for incompatible settings. Warn if there are fewer draws than strata."""
         super().check(config)
         if self.replacement and self.draws == "systematic":
-            problem = "draws each client at most once, but replacement = true. Set replacement = false."
+            problem = "with this setting, no client can be drawn twice. Set replacement = false."
             raise SpecError("method.client_sampler.draws", problem, self.draws)
         if self._renewal(config) == "all" and self.gradients == "updates":
             problem = "only participants send updates. Set method.refresh = 'participants', or "

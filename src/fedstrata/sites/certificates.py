@@ -84,7 +84,7 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
     for one, name in ((certificate, path.name), (root, ROOT)):
         begin, end = one.not_valid_before_utc, one.not_valid_after_utc
         if now < begin:
-            text = f"valid only from {begin:%d %B %Y %H:%M} UTC, but it is {now:%d %B %Y %H:%M} here"
+            text = f"valid only from {begin:%d %B %Y %H:%M} UTC, but the time here is {now:%d %B %Y %H:%M}"
             yield True, f"{name} is {text}. Check this machine's clock."
         elif now > end:
             yield True, f"{name} has been invalid since {end:%d %B %Y}. Ask for a new certificate (fedstrata renew)."
@@ -189,7 +189,7 @@ def requested_keys(folder: Path, names: Iterable[str]) -> dict[str, RSAPublicKey
             problem = f"{path.name} cannot be read: {reason}. Ask site {name} for this file (fedstrata request)."
             raise SpecError("--requests", problem, str(folder)) from None
         if other != name or not valid or not isinstance(key, RSAPublicKey) or key.key_size < KEY_BITS:
-            problem = f"{path.name} is not a valid request of site {name} with an RSA key of {KEY_BITS} bits or more."
+            problem = f"{path.name} must be a valid request of site {name}, with an RSA key of {KEY_BITS} bits or more."
             raise SpecError("--requests", f"{problem} Ask the site for a new request.", str(folder))
         keys[name] = key
     return keys
@@ -229,7 +229,7 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         old.verify_directly_issued_by(root)
     except Exception:
         raise FedstrataError(
-            f"{path} was not issued by the root certificate in {authority}. It is from another federation."
+            f"{path} was not issued by the root certificate in {authority}. The certificate is from another federation."
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)

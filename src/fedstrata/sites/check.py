@@ -193,11 +193,11 @@ def _privacy_loss(kit: Path) -> list[Finding]:
     except (FedstrataError, OSError) as error:
         return [Finding("problem", f"privacy: {error}")]
     text = f"privacy: all {training.rounds} rounds of the job spend ε = {epsilon:.3g} at δ = {policy.delta:g}. "
-    text += f"With earlier jobs, the total (policy.budget) is then {after:.3g}"
+    text += f"Together with earlier jobs, the total ε is then {after:.3g}"
     if policy.budget is None or after <= policy.budget:
         return [Finding("ok", text)]
     allowed = bisect_right(range(1, training.rounds + 1), policy.budget, key=total)
-    text += f", but the budget is {policy.budget:g}. The site will refuse to train after {allowed} rounds."
+    text += f", but policy.budget is {policy.budget:g}. The site will refuse to train after {allowed} rounds."
     return [Finding("warning", text)]
 
 

@@ -457,7 +457,7 @@ class Guard:
         label, rule, rounds = allowed.label, allowed.rule, self.declaration.rounds
         if relay != rule.relay:
             way = "for a relay" if rule.relay else "outside relays"
-            raise RuleError("kind", f"the job declares {label} only {way}")
+            raise RuleError("kind", f"the declaration of the job allows {label} only {way}")
         if together and not rule.together:
             raise RuleError("kind", f"the job does not declare {label} for clients that add up tensors in a group")
         round = _round_of(request, rule.phase, self.round)

@@ -212,13 +212,15 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
             checked.notes.append(
-                f"entry {number}: a crash cut off the line after entry {number - 1} before the site sent the reply"
+                f"entry {number}: the line after entry {number - 1} was incomplete, because of a crash before the site "
+                "sent the reply"
             )
     if torn:
         problem = (
-            f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes) before the site sent the reply"
+            f"the line after entry {len(lines)} is incomplete ({len(torn)} bytes), because of a crash before the site "
+            "sent the reply"
         )
-        checked.notes.append(f"{problem}. The next entry will record this.")
+        checked.notes.append(f"{problem}. The next entry will record the crash.")
     whole = not checked.problems
     heads = [(HEAD, _read_head(folder, checked))] + [("the server's record", head) for head in reported]
     for source, head in ((source, head) for source, head in heads if head is not None):
@@ -226,12 +228,14 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
             if digests[head.entries] != head.digest:
                 checked.problems.append(f"entry {head.entries} was rewritten, and differs from {source}")
             elif source == HEAD and whole and head.entries < len(lines):
-                numbers = f"{source} lists {head.entries} entries, but there are {len(lines)}"
+                numbers = f"{source} has {head.entries} entries, but the ledger has {len(lines)}"
                 checked.notes.append(f"{numbers}, because of a crash")
         elif whole:
             several = head.entries > len(lines) + 1
             missing = f"entries {len(lines) + 1} to {head.entries} are" if several else f"entry {head.entries} is"
-            checked.problems.append(f"{missing} missing: {source} lists {head.entries}, but there are {len(lines)}")
+            checked.problems.append(
+                f"{missing} missing: {source} has {head.entries} entries, but the ledger has {len(lines)}"
+            )
     return checked
 
 

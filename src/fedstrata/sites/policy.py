@@ -156,7 +156,7 @@ class Policy(Setting):
         for allowed in asked.allowed:
             if limit := allowed.limit_below(least):
                 problem = (
-                    f"the reply to {allowed.label} {limit.reason}, but this site requires {least.min_samples} or more"
+                    f"the reply to {allowed.label} {limit.reason}, but this site requires at least {least.min_samples}"
                 )
                 raise RuleError("policy.min_samples", problem)
         if asked.extremes and self.min_samples > 1:
@@ -192,9 +192,7 @@ class Policy(Setting):
                 problem = "the server would see individual updates, but this site accepts only privacy.sums = 'secure'"
                 raise RuleError("policy.sums", problem)
         elif privacy.parties < self.parties:
-            problem = (
-                f"the job may sum over only {privacy.parties} sites, but this site requires {self.parties} or more"
-            )
+            problem = f"a sum may have as few as {privacy.parties} sites, but this site requires {self.parties} or more"
             raise RuleError("policy.parties", f"{problem}. Set privacy.parties = {self.parties}")
 
     def _check_client_noise(self, privacy: Privacy) -> None:
@@ -206,10 +204,10 @@ class Policy(Setting):
         noise, colluding = (0.0, None) if dp is None else (dp.noise, dp.colluding)
         if noise < self.client_noise:
             required = f"privacy.clients.noise = {self.client_noise:g} or more, with noise_from = 'sites'"
-            raise RuleError("policy.client_noise", f"this site requires {required}. The job has {noise:g}")
+            raise RuleError("policy.client_noise", f"this site requires {required}. The noise of the job is {noise:g}")
         if colluding is not None and colluding < self.colluding:
             problem = f"this site requires privacy.clients.colluding = {self.colluding} or more"
-            raise RuleError("policy.colluding", f"{problem}. The job has {colluding}")
+            raise RuleError("policy.colluding", f"{problem}. The value of the job is {colluding}")
 
     @property
     def requires_dp(self) -> bool:
@@ -254,7 +252,9 @@ class Policy(Setting):
             RuleError: The limit is reached, and the job is not approved.
         """
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
-            problem = f"other jobs already learned {topic}, and this site answers at most {self.surveys} such requests"
+            problem = (
+                f"other jobs already learned {topic}. This site answers at most {self.surveys} requests of this kind"
+            )
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
@@ -270,8 +270,8 @@ class Policy(Setting):
         """
         if job not in self.approved and any(((each > 0) & (each < least)).any() for each in counts):
             problem = (
-                f"a count that this site would send is below {least}. Sites count categories, targets for 'bins', and "
-                "values for 'median' or 'most-frequent'"
+                f"this site would send a count below {least}. Sites send counts of categories, of targets (for 'bins') "
+                "and of values (for 'median' or 'most-frequent')"
             )
             accepted = "Use fewer categories, a larger step, task.edges, impute = 'mean' or 'constant', or "
             accepted += f"{_remedy(job)}."

@@ -98,7 +98,7 @@ class PrivacyBudget:
         with self._changing() as spending:
             self._add(spending, (f"{job}/{self._federation}", client, noise, rate), steps)
             if self._most is not None and self._epsilon(spending) > self._most:
-                problem = "another round would exceed the site's privacy budget over all jobs"
+                problem = "another round would exceed the site's privacy budget for all jobs together"
                 accepted = f"ε = {self._most:g} at δ = {self._delta:g}. Only the site can raise policy.budget"
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 

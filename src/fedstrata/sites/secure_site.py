@@ -124,7 +124,7 @@ class Answered:
                 raise RefusedError("question", "this request was answered before")
             if self._most is not None and len(known) >= self._most:
                 raise RefusedError(
-                    "participations", f"the site has already sent {self._most} replies to this job, the allowed maximum"
+                    "participations", f"the site has already sent {self._most} replies, the maximum per job"
                 )
             with open(self._path, "ab", opener=partial(os.open, mode=0o600)) as file:
                 file.truncate(file.tell() // KEY_BYTES * KEY_BYTES)  # removes an incomplete hash at the end

@@ -309,7 +309,7 @@ class SiteServer:
         else:
             surveyed = read(known, wire.Surveyed)
             if surveyed.fingerprint != self._fingerprint():
-                problem = "the site's data have changed since this job received their statistics"
+                problem = "the site's data have changed since this job received statistics of the data"
                 raise RuleError("repeat", f"{problem}. Submit another job, and approve it at the site.")
         size = records.size(surveyed)
         if guard is not None and self.policy is not None:

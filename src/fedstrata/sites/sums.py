@@ -81,7 +81,9 @@ class Sums:
             if group is None:
                 raise GroupBrokenError("the group of clients no longer exists")
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
-                raise WireError(f"site {site} sent terms of clients {part.places}, which belong to another site")
+                raise WireError(
+                    f"site {site} sent terms of clients {part.places}, but these clients are at another site"
+                )
             with self._lock:
                 cache = self._caches.setdefault((part.group, site), RequestCache())
             added = dict(zip(part.places, part.tensors, strict=True))

@@ -121,7 +121,7 @@ def opened(
         FedstrataError: The request refills more pools than there are classes. Such a request could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
-        raise FedstrataError("the request names more labels than there are classes")
+        raise FedstrataError("the request contains more labels than there are classes")
     result = dict(pools)
     known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
     labels: Ints | None = None
@@ -267,7 +267,7 @@ def _factors(clients: Sequence[Client], request: LabelWeightedGradient) -> Tenso
     """Return the weight of each sample of ``reserved(clients, request)``."""
     if any(client.context.privacy.min_samples > 1 for client in clients):
         raise FedstrataError(
-            "label weights could reduce the gradient to fewer samples than privacy.min_samples. Use "
+            "with label weights, a gradient could be based on fewer samples than privacy.min_samples. Use "
             "method.label_weights = false."
         )
     factors = []

@@ -25,7 +25,7 @@ class HybridMode:
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:
-            smaller = f"Set pretraining to at most {rounds - 1}, or set" if rounds > 1 else "Set"
+            smaller = f"Set method.pretraining to at most {rounds - 1}, or set" if rounds > 1 else "Set"
             problem = f"leaves no rounds for mode 'single'. {smaller} training.rounds to at least {before + 1}."
             raise SpecError("method.pretraining", problem, before)
 

@@ -140,9 +140,8 @@ class Stratify(Method):
             "gives the gradient of the mean loss only with one local step. Use method.local_steps = 1.": (
                 self.local_steps > 1
             ),
-            "tells clients how frequent each label is, which masking hides. Use method.masking = 'none'.": (
-                self.masking != "none"
-            ),
+            "tells clients how frequent each label is, but masking must hide these frequencies. Use "
+            "method.masking = 'none'.": self.masking != "none",
             "lets the server choose small weights, so that only few samples contribute to a sum. Use "
             "privacy.min_samples = 1.": config.privacy.min_samples > 1,
             "lets the server choose small weights, so that only few clients contribute to a secure sum. Use "

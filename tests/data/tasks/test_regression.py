@@ -426,7 +426,7 @@ def test_a_table_whose_labels_have_fractions_is_a_regression(tmp_path, caplog):
     history = fs.run(table, out=tmp_path / "run")
     assert history.primary == "rmse"
     assert [record.getMessage() for record in caplog.records if "regression" in record.getMessage()] == [
-        "the task is set to regression, because the targets have fractions. To use another task, set task."
+        "the task is set to regression, because the targets have fractions. To use another task, set 'task'."
     ]
     frame = pandas.read_csv(tmp_path / "table.csv")
     data = fs.from_dataframe(frame, label="progress", test=0.25)

@@ -176,6 +176,6 @@ def test_noise_that_leaves_nothing_of_an_update_is_refused(config: FederationCon
 def test_the_masks_must_protect_against_the_colluding_clients(config: FederationConfig, least: int, most: int) -> None:
     """Of n = 20 clients, at most 2t − n − 1 and at most t − 2 may collude."""
     assert form_of(config, least, colluding=most).dp.colluding == most
-    problem = rf"privacy\.clients\.colluding = {most + 1}: with 20 .* may have only {least} .* Use at most {most}, or"
+    problem = rf"privacy\.clients\.colluding = {most + 1}: with 20 .* as few as {least} .* Use at most {most}, or"
     with pytest.raises(SpecError, match=problem):
         form_of(config, least, colluding=most + 1)

@@ -140,7 +140,7 @@ def test_a_vector_out_of_range_keeps_its_direction_and_is_counted() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_values_that_are_not_finite_are_withheld(value: float, dtype: type) -> None:
     ring = Ring(3, {"x": Part(2, 1.0)})
-    with pytest.raises(WithheldError, match=r"contains NaN or infinity\. Lower training\.lr"):
+    with pytest.raises(WithheldError, match=r"contains NaN or infinity\. Reduce training\.lr"):
         ring.encode({"x": np.array([0, value], dtype=dtype)}, {}, rounding(0, 1, 0, 0))
 
 

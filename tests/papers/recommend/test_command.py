@@ -74,7 +74,7 @@ def test_columns_of_the_board(capsys, monkeypatch):
     assert "online 100 % (your spec: 10 %)" in text
     assert "online" in facts["columns"][1]["differs"]
     assert [each["method"] for each in facts["methods"] if each["ahead"]] == ["fedau"]
-    worse = "In the nearest column of the board, the accuracy differs from FedAvg's accuracy by −10.1 ["
+    worse = "With this method instead of FedAvg, the accuracy in the nearest column of the board changes by −10.1 ["
     assert f"Not recommended fedprox: {worse}" in text
     assert list(facts["behind"]) == ["fedprox"]
 

@@ -44,7 +44,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     site = client.context.member
     if not isinstance(request.begin, Begin):
         if site is not None:
-            raise FedstrataError("the server asked for a vector without masks, which sites of a deployment never send.")
+            raise FedstrataError("the server asked for a vector without masks. Sites never send such vectors.")
         return reply_of(words)
     member = _member(client)
     # At a real site, a vector to which no samples contributed does not count as a party of the sum, because it does not

@@ -46,7 +46,7 @@ class MomentsReply(Reply):
         require_shape(self.first, (classes, size), torch.float32, "first")
         require_shape(self.second, (classes, size, size), torch.float32, "second")
         if (self.samples < 0).any() or (self.samples != self.samples.round()).any():
-            raise ReplyRefusedError("a number of samples is negative or not an integer")
+            raise ReplyRefusedError("a class has a number of samples that is negative or not an integer")
 
 
 @record("Moments")

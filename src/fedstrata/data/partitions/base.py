@@ -166,7 +166,7 @@ class Partition(Setting):
         smallest = int(np.argmin(assignment.sizes))
         if assignment.sizes[smallest] < self.min_size:
             problem = (
-                f"client {smallest} gets {assignment.sizes[smallest]} samples. Lower min_size, or use fewer clients."
+                f"client {smallest} gets {assignment.sizes[smallest]} samples. Reduce min_size, or use fewer clients."
             )
             raise SpecError("partition.min_size", problem, self.min_size)
         return assignment

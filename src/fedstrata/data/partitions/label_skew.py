@@ -191,7 +191,7 @@ def _held(
         if size < most:
             raise SpecError(
                 "partition.size",
-                f"a client has {most} {kind} labels, and needs a sample of each. Use at least {most}.",
+                f"a client with {most} {kind} labels needs at least one sample of each label. Use at least {most}.",
                 size,
             )
         rank = np.arange(holdings) - (np.cumsum(each) - each)[owner]

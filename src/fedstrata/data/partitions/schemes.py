@@ -156,11 +156,11 @@ class Given(Partition):
             return table
         if (file := table.get("file")) is not None:
             if "indices" in table:
-                raise SpecError("file", "has no effect together with indices. Remove one of the two keys.", str(file))
+                raise SpecError("file", "has no effect together with 'indices'. Remove one of the two keys.", str(file))
             # The spec keeps the indices and not the name of the file, so that equal partitions have equal specs.
             table = {**table, "indices": _indices_in(file), "file": None}
         elif "indices" not in table:
-            raise SpecError("indices", "is required, but not set. Set either indices or file.")
+            raise SpecError("indices", "is required, but not set. Set either 'indices' or 'file'.")
         if isinstance(table.get("indices"), np.ndarray):
             table = {**table, "indices": table["indices"].tolist()}
         if "clients" not in table and isinstance(table.get("indices"), (list, tuple)):

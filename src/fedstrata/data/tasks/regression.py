@@ -148,7 +148,9 @@ class Regression(Task):
             problem = "needs numbers as labels, which sites read only from tables. Describe the table in data.schema."
             raise SpecError("task", problem, self.name)
         if self._needs_edges and self.step is None:
-            problem = f"is required in a deployment, where sites count rounded values of column {label!r} for task.bins"
+            problem = (
+                f"is required in a deployment, because task.bins requires counts of rounded values of column {label!r}"
+            )
             raise SpecError("task.step", f"{problem}. Set task.step, or use task.edges instead of task.bins.")
 
     @override

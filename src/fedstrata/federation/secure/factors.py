@@ -181,7 +181,7 @@ def update_of(form: ModelForm) -> tuple[str, Update]:
     assert isinstance(numbers, Numbers)
     if len(others) > 1 or numbers.update is None or numbers.like.keys() != form.config.model.params().keys():
         problem = (
-            "with secure sums, a codec requires that clients send only one update, and that it covers all parameters"
+            "with secure sums, a codec requires that each client sends only one update, which covers all parameters"
         )
         raise SpecError("communication.up", f"{problem}. Use 'none', or another method or model.", "powersgd")
     return name, numbers.update

@@ -38,10 +38,9 @@ class NoisyForm:
         assert dp is not None
         most = max(0, min(least - 2, 2 * least - clients - 1))  # see the proof in ``protocol``
         if dp.colluding > most:
-            problem = (
-                f"with {clients} clients per round, a sum may have only {least} clients. Their masks protect them "
-            )
-            problem += f"only if at most {most} clients collude. Use at most {most}, or increase privacy.parties."
+            problem = f"with {clients} clients per round, a sum may have as few as {least} clients. The masks protect "
+            problem += f"these clients only if at most {most} clients collude. Use at most {most}, or increase "
+            problem += "privacy.parties."
             raise SpecError("privacy.clients.colluding", problem, dp.colluding)
         self.dp, self.least, self.seed, self.params = dp, least, config.seed, params
         size, share = sum(tensor.numel() for tensor in params.values()), math.sqrt(least - dp.colluding)

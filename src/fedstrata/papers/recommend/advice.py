@@ -184,7 +184,7 @@ def _result(difference: Difference, column: Column) -> Reason:
     }
     seeds = "" if difference.interval is None else f", with {n} seeds"
     change = f"{difference_text(difference, 'points')}{seeds}."
-    text = f"In the nearest column of the board, the accuracy differs from FedAvg's accuracy by {change}"
+    text = f"With this method instead of FedAvg, the accuracy in the nearest column of the board changes by {change}"
     text += verdicts.get(order, "")
     return Reason(text, f"board, {column.name}", "", difference.mean, difference.interval, n)
 
