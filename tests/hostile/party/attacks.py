@@ -59,6 +59,7 @@ def instead_of_the_job(prepared: Prepared, folder: Path, engine: NVFlareEngine, 
         engine.commit(got)
         return got, {client: found.reason for client, found in outcomes.items() if isinstance(found, Failure)}
 
+    folder.mkdir(parents=True, exist_ok=True)  # closing the engine writes the heads of the ledgers into it
     with Simulation(prepared, engine) as simulation:
         holders = simulation.state.holders
         placeholder: dict[int, int] = {}
@@ -70,5 +71,4 @@ def instead_of_the_job(prepared: Prepared, folder: Path, engine: NVFlareEngine, 
         ask({c: Reserve(1, one, torch.tensor([placeholder[c]]), NONE, True, (0.0, 1.0)) for c in clients})
         parts, loot["no gradient"] = ask(dict.fromkeys(clients, Gradient(1, 0, weights)))
         loot["samples"] = {client: reply.samples for client, reply in parts.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / LOOT).write_text(json.dumps(loot))
