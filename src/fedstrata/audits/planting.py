@@ -87,7 +87,8 @@ class Canaries:
 class CanaryLoss(CrossEntropy):
     """The loss of a client with canaries.
 
-    For samples, the loss is the cross-entropy. For each canary in the data, it is a multiple of one parameter.
+    For the client's own samples, the loss is the cross-entropy. For each canary in the data, the loss is a multiple of
+    one parameter.
 
     Args:
         strength: The norm of a canary's gradient.

@@ -129,8 +129,8 @@ def sampled_variance(
 def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
     """Return the expected norm of the aggregated update if the server draws a single client from a single stratum.
 
-    All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the norm
-    of the client's gradient. We assume that a client's update and gradient have equal norms.
+    As in FedSTS, the probability of drawing a client is proportional to the norm of the client's gradient. We assume
+    that a client's update and gradient have equal norms, and that all updates have the same direction.
 
     Args:
         lengths: Norm of each client's update, shape (N,).

@@ -39,7 +39,7 @@ def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
 
 
 def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
-    """Return a table in Markdown with the rows that have enough seeds, and the number of missing runs."""
+    """Return the rows of a table that have enough seeds, as Markdown, and the number of missing runs."""
     shown = rows_of(table, results, quick=quick)
     if not shown:
         return []

@@ -1,4 +1,4 @@
-"""Compare the methods in a column of the board by values, ranks and differences, in total and at equal cost."""
+"""Compare the methods in a column of the board by values, ranks and differences, over whole runs and at equal cost."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Contest:
 
 
 def contests(columns: Sequence[Verdicts]) -> list[Contest]:
-    """For each column, compare the best composition with the best method, within the baseline's bytes and samples."""
+    """In each column, compare the best composition with the best method at the baseline's bytes, and at its samples."""
     found = []
     for column in columns:
         for measure in BUDGETS if column.complete else ():

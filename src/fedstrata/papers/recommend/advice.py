@@ -53,7 +53,7 @@ class Advice:
     Args:
         properties: Measured properties of the spec.
         columns: Columns of the board, ordered by their distance from the spec. The nearest column comes first.
-        methods: A mapping from each recommended method to the reasons to compare the method.
+        methods: A mapping from each recommended method to the reasons to include it in a comparison.
         ahead: Number of methods that are significantly better than FedAvg in a similar column. These methods come first
             in ``methods``.
         behind: Methods that are significantly worse than FedAvg in a similar column, as a mapping from each method to
@@ -163,7 +163,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
 
 
 def _reasons(measured: Properties) -> dict[str, list[Reason]]:
-    """Return the reasons that the rules give for each method. The result begins with the first method of each rule."""
+    """Return the reasons that the rules give for each method. The first method of each rule comes before all others."""
     holding = [rule for rule in RULES if rule.holds(measured)]
     order = [name for names in zip_longest(*(rule.methods for rule in holding)) for name in names if name is not None]
     reasons: dict[str, list[Reason]] = {name: [] for name in order}
@@ -176,7 +176,7 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
 
 
 def _result(difference: Difference, column: Column) -> Reason:
-    """Return the reason that the board's results give."""
+    """Express a method's result on the board as a reason."""
     n, order = difference.n, difference.order()
     verdicts = {
         "not significant": " The difference is not significant.",
@@ -190,7 +190,7 @@ def _result(difference: Difference, column: Column) -> Reason:
 
 
 def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[str]:
-    """Return sentences about the small number of results on which the recommendation is based.
+    """Return sentences about the limits of the recommendation, such as the small number of results.
 
     Args:
         board: Results of the board; None if there are no results.

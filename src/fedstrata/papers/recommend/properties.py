@@ -263,9 +263,9 @@ FACTOR = 1000.0
 def apart(key: str, mine: Properties, other: Properties) -> float | None:
     """Return the distance of two specs in a property, from 0 (equal) to 1; None if neither spec has the property.
 
-    For shares and indices, the distance is the absolute difference. For correlations, it is half the absolute
-    difference. For numbers, it is the logarithm of the ratio, divided by the logarithm of ``FACTOR``. If only one spec
-    has the property, the distance is 1.
+    For shares and indices, the distance is the absolute difference. For correlations, the distance is half the absolute
+    difference. For numbers, the distance is the logarithm of the ratio, divided by the logarithm of ``FACTOR``. If only
+    one spec has the property, the distance is 1.
 
     Args:
         key: Name of the property.
