@@ -1,4 +1,4 @@
-"""Draw a forest plot of the papers' claims, which shows the intervals of all compared accuracies."""
+"""Draw a forest plot of the papers' claims: the differences between accuracies, with their intervals."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def _drawn(rows: Sequence[Contrast], factor: float) -> dict[str, Any]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return at most seven round numbers between two ends.
+    """Return at most eight ticks between two ends: multiples of a step such as 0.5, 1 or 2.
 
     >>> _ticks(-1.3, 4.2)
     [-1.0, 0.0, 1.0, 2.0, 3.0, 4.0]

@@ -26,7 +26,7 @@ class Measured:
 
     Args:
         round: The round after which the model was evaluated.
-        value: The primary metric on the validation samples; on the test set, if there are no validation samples.
+        value: The primary metric on the validation samples or, without validation samples, on the test set.
         confusion: The confusion matrix of the test set, shape (C, C). Rows are true classes, and columns are predicted
             classes.
     """
@@ -65,8 +65,8 @@ class LoopState:
     """The state of the loop over a run's rounds.
 
     Args:
-        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 if the
-            server has not used a reply of the client. The array is empty if clients do not have their own test samples.
+        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 without
+            such a round. The array is empty if clients do not have their own test samples.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard``.
         last: The latest evaluation.
         best: The first evaluation with the best primary metric.

@@ -141,7 +141,7 @@ class RunFolder:
             raise
 
     def finished(self) -> History | None:
-        """Return the history of the folder's run if the run is finished and has no checkpoint, and otherwise None.
+        """Return the history of a finished run that has no checkpoint; None for other runs.
 
         Resuming a run without a checkpoint would start from round 1 and delete the results.
         """

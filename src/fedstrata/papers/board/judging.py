@@ -144,7 +144,7 @@ class Verdicts:
         """Return the entry with the best validation accuracy within the baseline's budget; None if unknown.
 
         The comparison uses each entry's trial with the chosen settings. Entries with personal models are left out,
-        because their trials are evaluated on other samples.
+        because their trials are evaluated on the clients' own test samples.
 
         Args:
             measure: A key of ``BUDGETS``.

@@ -136,9 +136,9 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is similar to the spec (see ``Column.alike``), methods that are significantly better than
-    FedAvg in this column come first, and significantly worse methods are left out. The methods of the rules come next:
-    the first method of each rule, then the second method of each rule, and so on.
+    Methods that are significantly better than FedAvg in the nearest column come first, and significantly worse methods
+    are left out. Both apply only if this column is similar to the spec (see ``Column.alike``). The methods of the rules
+    follow: the first method of each rule, then the second method of each rule, and so on.
 
     Args:
         measured: Measured properties of the spec.
