@@ -227,7 +227,7 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 
 
 def fates(run: Run) -> dict[str, Any]:
-    """Count the invited clients with each outcome, such as a dropout, for each bar of the participation chart.
+    """For each bar of the participation chart, count the invited clients by outcome, such as a dropout.
 
     In the records, refused replies are failures. This function uses the run's events to count refused replies
     separately.

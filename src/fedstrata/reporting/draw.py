@@ -256,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """For each round, draw the number of invited clients with each outcome, as stacked means over seeds."""
+    """For each round and outcome, draw the number of invited clients, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)

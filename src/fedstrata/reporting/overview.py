@@ -121,7 +121,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
     """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
-    Without such a target, return the hardest target that any run reached, or None if the runs did not reach any.
+    Without such a target, return the hardest target that any run reached; None if no run reached a target.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]

@@ -75,7 +75,7 @@ class Progress:
     ) -> None:
         self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """The tasks and their progress. Rich draws the tasks as bars, but only in a terminal."""
+        """The tasks and their progress. The library Rich draws the tasks as bars, but only in a terminal."""
         self._ids: dict[str, TaskID] = {}
         self._handle: Any = None
         """The object that updates the output in a notebook; None outside notebooks."""
