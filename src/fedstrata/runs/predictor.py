@@ -143,7 +143,7 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     own model function, the function's Python module is imported, unless you pass ``model``.
 
     Args:
-        run_dir: The run folder, or any folder with these two files.
+        run_dir: The run folder, or any folder with ``model.json`` and ``model.safetensors``.
         model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. ``load`` does not change
             the module, and ignores its trainable parameters. The folder does not contain frozen parameters, so the
