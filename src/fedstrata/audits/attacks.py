@@ -182,5 +182,5 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
 )
 """The names of the attacks and their functions.
 
-A function takes a ``View``, a number of steps, a seed and a client, and returns an ``Invert``.
+Each function takes a ``View``, a number of steps, a seed and a client, and returns an ``Invert``.
 """

@@ -62,7 +62,7 @@ class Variational(nn.Module):
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
         deviation: The standard deviation of a pixel's value in [0, 1] for a given code. With a smaller deviation, the
-            error of the images has more weight in the loss, compared with the divergence between codes and their prior.
+            loss depends more on the error of the images, and less on the divergence between codes and their prior.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -77,7 +77,7 @@ class Variational(nn.Module):
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the negative evidence lower bound, up to a constant. PyTorch's generator draws the codes."""
+        """Return the negative evidence lower bound, up to a constant. PyTorch's random generator draws codes."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)

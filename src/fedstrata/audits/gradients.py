@@ -64,7 +64,7 @@ PARTS = 12
 EXACT = 1e-4
 """Below this mean squared error of values in [0, 1], we consider a sample to be recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
-"""The maximum number of test images of the same class with which a reconstruction is compared."""
+"""The maximum number of test images of a sample's class with which the sample's reconstruction is compared."""
 PRIOR = 1e-3
 """The weight of the total variation in the loss that an inversion minimises."""
 

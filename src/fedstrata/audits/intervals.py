@@ -14,7 +14,7 @@ from scipy.stats import beta, binom
 SHARES = (1.0, 0.3, 0.1, 0.03)
 """The fractions of canaries about which the attacker guesses.
 
-Each fraction gives a bound with a quarter of the allowed error probability. The best bound is used.
+For each fraction, a bound is computed with a quarter of the allowed error probability. The best bound is used.
 """
 LARGEST_EPSILON = 100.0
 """The largest ε that ``epsilon_bound`` returns."""

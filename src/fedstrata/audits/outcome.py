@@ -65,8 +65,8 @@ def rows(audit: Audit) -> list[Row]:
 def _kind(finding: Finding) -> tuple[bool, int]:
     """Return the kind of the attacked feature, by which rows are sorted.
 
-    The kind is a pair: a Boolean value (True for a prototype that a client sent), and a number (of images from which a
-    control was computed). A control is a feature that no client sent.
+    For a prototype that a client sent, the kind is (True, 0). For a control (a feature that no client sent), the kind
+    is (False, n), where n is the number of images from which the control was computed.
     """
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 

@@ -87,7 +87,8 @@ class Canaries:
 class CanaryLoss(CrossEntropy):
     """The loss of a client with canaries.
 
-    For samples, the loss is the cross-entropy. For each canary in the data, it is a multiple of one parameter.
+    For the client's own samples, the loss is the cross-entropy. For each canary in the data, the loss is a multiple of
+    one parameter.
 
     Args:
         strength: The norm of a canary's gradient.
@@ -147,7 +148,7 @@ def audited(context: ClientContext, canaries: Canaries, client: ClientId, divide
 
     The sampling rate, the number of steps and the noise are the same as in the run.
 
-    Without ``privacy.dp``, a canary changes the update as much as an ordinary sample with a gradient of norm 1 would.
+    Without ``privacy.dp``, a canary changes the update as much as an ordinary sample whose gradient has norm 1.
 
     Args:
         context: The run's context.

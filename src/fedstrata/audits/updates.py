@@ -222,7 +222,7 @@ def attacked(prepared: Prepared, attacker: Attacker, kept: Reservoir, *, seen: b
 
     Args:
         prepared: The experiment.
-        attacker: The attacks of gradient inversion.
+        attacker: The object that performs gradient inversion.
         kept: The updates or sums.
         seen: Whether the server sees these updates or sums.
         seed: The seed of the draws.

@@ -64,7 +64,7 @@ def _formatter(metric: str) -> Callable[[float | None], str]:
 
 
 def _rounds(history: History) -> str:
-    """Return a table of the last rounds. Columns in which all values are 0 or missing are left out."""
+    """Return a table of the last rounds. Leave out columns in which all values are 0 or missing."""
 
     def share(record: Record) -> str:
         invited, returned = (number_in(record, f"clients_{name}") for name in ("invited", "returned"))

@@ -29,7 +29,7 @@ class Evaluated(Reply):
     values: dict[str, float] | None
 
     def require(self, classes: int) -> None:
-        """Raise an error if the sums do not have ``classes`` classes.
+        """Raise an error if the number of classes in the sums is not ``classes``.
 
         Raises:
             ReplyRefusedError: The sums have the wrong number of classes.

@@ -43,7 +43,7 @@ class Metric(Setting):
     """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """What the metric is computed from: an entry of ``Task.tables``, ``"loss"`` (losses),
+    """The data from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses),
     ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of plain classification).
     """
 
@@ -342,9 +342,9 @@ class R2(_OfErrors):
 class AUROC(_ByClient):
     """Area under the ROC curve: for the second class if there are two classes, and otherwise the mean over all classes.
 
-    The ROC curve of a class compares samples of this class with all other samples. The mean leaves out classes to which
-    all samples, or none of the samples, belong. If real sites send histograms, the value is approximate, and the record
-    also contains an upper bound on its error.
+    The ROC curve of a class compares samples of this class with all other samples. The mean leaves out a class if all
+    samples or none of the samples belong to the class. If real sites send histograms, the value is approximate, and the
+    record also contains an upper bound on its error.
 
     Args:
         bins: Number of bins in each class's histogram of scores. Sites of a deployment send these histograms instead of
@@ -393,8 +393,8 @@ class AUROC(_ByClient):
         """For each class, count the pairs that consist of a sample of this class and a sample of another class.
 
         Returns:
-            Three counts for each class: pairs in which the other sample is in a lower bin, pairs with both samples in
-            the same bin, and all pairs.
+            Three counts for each class: pairs in which the sample of another class is in the lower bin, pairs with both
+            samples in the same bin, and all pairs.
         """
         scores = sums.scores.numpy().astype(np.float64)
         others, members = (scores[1:] if len(scores) == 2 else scores).transpose(1, 0, 2)
@@ -687,7 +687,7 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
         clients: The number of clients.
 
     Returns:
-        The areas, shape (clients,): NaN if a client has no positive samples, no negative samples or a score that is
+        The areas, shape (clients,): NaN if a client lacks positive samples or negative samples, or has a score that is
         NaN.
     """
     order = np.lexsort((scores, owners))

@@ -129,8 +129,8 @@ def sampled_variance(
 def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
     """Return the expected norm of the aggregated update if the server draws a single client from a single stratum.
 
-    All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the norm
-    of the client's gradient. We assume that a client's update and gradient have equal norms.
+    As in FedSTS, the probability of drawing a client is proportional to the norm of the client's gradient. We assume
+    that a client's update and gradient have equal norms, and that all updates have the same direction.
 
     Args:
         lengths: Norm of each client's update, shape (N,).
@@ -212,7 +212,7 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Simulate Stratify's uniform selection of clients, and return how often each client's samples are used on average.
+    """Simulate Stratify's uniform selection of clients, and return each client's mean number of uses per sample.
 
     The simulation covers one epoch in which all samples have the same label. A client can be drawn until each of its
     samples has been used once.

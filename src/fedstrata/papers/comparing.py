@@ -38,8 +38,8 @@ class Comparison(NamedTuple):
         column: Name of the column in which the claim's row is compared.
         than: Name of the other row, or of the other column.
         alone: The difference, with a 95 % interval for this comparison only.
-        together: The difference, with a wider interval. With 95 % confidence, these wider intervals hold simultaneously
-            for all comparisons of the claim.
+        together: The difference, with a wider interval. With 95 % confidence, the wider intervals of all comparisons of
+            the claim hold simultaneously.
     """
 
     column: str
@@ -119,7 +119,7 @@ def predicted(mean: float, sd: float, n: int) -> Range:
 
 
 def predicted_margin(difference: Difference) -> Range | None:
-    """Return the 95 % prediction interval for the accuracy difference (in points) of two rows with one more seed.
+    """Predict the accuracy difference (in points) of two rows for one more seed, as a 95 % interval.
 
     Return None if the two rows have fewer than ``MIN_SEEDS`` seeds in common.
     """

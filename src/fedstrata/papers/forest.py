@@ -1,4 +1,4 @@
-"""Draw a forest plot of the papers' claims, which shows the intervals of all compared accuracies."""
+"""Draw a forest plot of the papers' claims: the differences between accuracies, with their intervals."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ ROW = 0.17
 def forest(judgements: Sequence[Judgement]) -> str:
     """Draw the accuracy differences of all claims, with one panel per paper.
 
-    A thick line is the 95 % interval of a single comparison. Thin lines are longer: with 95 % confidence, all thin
-    intervals of a claim hold simultaneously. The colour depends on the interval that decides the verdict. Blue
-    intervals support the claim, orange intervals show the opposite, and grey intervals are not significant.
+    A thick line is the 95 % interval of a single comparison. The thin lines are Bonferroni-corrected: with 95 %
+    confidence, all thin intervals of a claim hold simultaneously. The colour depends on the interval that decides the
+    verdict. Blue intervals support the claim, orange intervals show the opposite, and grey intervals are not
+    significant.
 
     Args:
         judgements: Verdicts on the claims of all papers.

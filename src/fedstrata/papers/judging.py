@@ -177,7 +177,7 @@ class _Case:
             texts: Two strings. The first string is the beginning of a sentence that ends with one or two differences.
                 The second string is a sentence that introduces more than two differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
-            key: Key of the results to pass to ``figures``.
+            key: Key of the result that is passed to ``figures``.
             figures: Function that takes the results of both places, and returns the two numbers to compare.
             wanted: Whether the claim states that the first number is above or below the second number.
             unit: Unit of the difference, which is a key of ``UNITS``.
@@ -238,7 +238,7 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
     Args:
         comparisons: The comparisons of the claim.
         wanted: Whether the claim states that differences are above or below 0.
-        within: Tolerance of the claim, which replaces 0 as the limit of the intervals.
+        within: Tolerance of the claim: intervals are compared with −``within`` instead of 0.
     """
     alone = [each.alone.order(within) for each in comparisons]
     together = [each.together.order(within) for each in comparisons]
@@ -253,7 +253,7 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
 
 MOST = 2
-"""Maximum number of comparisons that the evidence of a claim lists individually instead of summarising them."""
+"""Maximum number of comparisons that a claim's evidence lists. If there are more, the evidence summarises them."""
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
@@ -270,13 +270,13 @@ def _counted(differences: Sequence[Difference], wanted: Order, within: float) ->
 
 
 def _above(case: _Case) -> Judgement:
-    """Judge whether, in all columns, a row's accuracy is above the other rows' accuracies minus ``within`` points."""
+    """Judge whether a row is more accurate than other rows in all columns, with a tolerance of ``within`` points."""
     texts = f"{case.instead}, the accuracy changes by", f"We compare the accuracies of {case.both}."
     return case.by_metrics(lambda metric: case.judged(texts, case.places(), metric))
 
 
 def _near(case: _Case) -> Judgement:
-    """Judge whether the accuracy in each column is at most ``within`` points below that in a reference column."""
+    """Judge whether the accuracy in each column is at most ``within`` points lower than in a reference column."""
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
@@ -352,7 +352,7 @@ def _change(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "send", "bytes_down": "receive"}
-"""For each number of bytes that is compared without a statistical test, the verb for what clients do with the bytes."""
+"""The numbers of bytes that are compared without a statistical test, and whether clients send or receive the bytes."""
 
 
 def _ratio(case: _Case) -> Judgement:
@@ -399,7 +399,7 @@ def _sooner(case: _Case) -> Judgement:
 
 
 def _steadier(case: _Case) -> Judgement:
-    """Judge whether a row's accuracy has a smaller standard deviation over the last rounds than that of other rows."""
+    """Judge whether the accuracy's standard deviation over the last rounds is lower for a row than for other rows."""
     last = int(case.about["rounds"])
 
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:

@@ -1,6 +1,7 @@
-"""Define variants of methods, for example from published code, that may explain why our results differ from a paper's.
+"""Define variants of methods that may explain why our results differ from a paper's.
 
-A spec names a variant by its path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
+Some variants repeat published code. A spec selects a variant by its path:
+``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Find missing files and runs without results.
+    """Find missing files, and runs that do not have results.
 
     Args:
         wanted: Tables that were run.
@@ -179,7 +179,7 @@ def _counts(verdicts: Iterable[judging.Verdict]) -> str:
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
-    """Return the page that lists all claims by paper, and explains how they are judged."""
+    """Return the page that lists the claims of each paper, and explains how claims are judged."""
     about = f"This page lists all quantitative claims of the four papers, with our verdicts ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
@@ -333,7 +333,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
+    """Return the page of a paper: claims, tables, and differences between our experiments and the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = (
         f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."

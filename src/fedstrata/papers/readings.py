@@ -72,7 +72,7 @@ def verdict(right: Sequence[bool]) -> Supported:
 
 
 Made = tuple[str, Mapping[str, float], Sequence[bool]]
-"""The result of a calculation: a text, its numbers, and for each case, True if the paper's statement holds."""
+"""The result of a calculation: a text, its numbers, and whether the paper's statement holds in each case."""
 
 _MAKERS: list[Callable[[], Reading]] = []
 """The functions that compute the readings, in the order in which the page shows them."""

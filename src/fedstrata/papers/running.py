@@ -1,5 +1,6 @@
-"""Run the experiments of the papers' tables, and store the results. Each row and column has one run per seed.
+"""Run the experiments of the papers' tables, and store the results.
 
+Each pair of a row and a column has one run per seed.
 Several processes may work on a table at the same time, but only one process executes each run. If this process is
 killed, another process resumes the run from its last checkpoint.
 """

@@ -39,7 +39,7 @@ def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
 
 
 def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
-    """Return a table in Markdown with the rows that have enough seeds, and the number of missing runs."""
+    """Return the rows of a table that have enough seeds, as Markdown, and the number of missing runs."""
     shown = rows_of(table, results, quick=quick)
     if not shown:
         return []
@@ -79,7 +79,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
 
 
 def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
-    """Return the rows of a table that have enough seeds; an empty list if these are at most half of the rows."""
+    """Return the rows of a table that have enough seeds; an empty list if at most half of all rows have enough."""
     cells = cells_of(table, results, quick=quick)
     places = [(column, row) for column in table.columns for row in table.rows_of(column)]
     ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}

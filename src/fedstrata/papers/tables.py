@@ -92,14 +92,14 @@ class Table:
         title: Title of the table. If the paper's data are not available, the title names the data that we use instead.
         source: Place of the table in the paper, such as ``Table 1``.
         metric: Metric of the table, which is a key of ``METRICS``.
-        seeds: Seeds of the runs. Each row and column has one run per seed.
+        seeds: Seeds of the runs. Each pair of a row and a column has one run per seed.
         baseline: Row with which the other rows are compared.
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that the row changes in the spec.
         columns: A mapping from each column to the settings that the column changes in the spec.
         only: For each column that has only some of the rows, the names of these rows.
         spec: Spec that all cells share, as nested dicts.
-        published: The paper's results in percent, as a mapping from each row to a mapping from columns to results.
+        published: The paper's results in percent, as nested dicts: ``published[row][column]``.
         seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other
             rows.
         notes: Notes about the table for readers of the page.

@@ -26,7 +26,7 @@ NUMBERS = 300_000
 POINTS = 400
 """The maximum number of points per curve."""
 OWN = 24
-"""The maximum number of columns to draw among the columns that only some methods record."""
+"""For columns that only some methods record, the maximum number of columns to draw."""
 BARS = 240
 """The maximum number of bars in the participation chart. If a run has more rounds, each bar covers several rounds."""
 CLASSES = 40
@@ -227,15 +227,14 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 
 
 def fates(run: Run) -> dict[str, Any]:
-    """Count the invited clients with each outcome, such as a dropout, for each bar of the participation chart.
+    """For each bar of the participation chart, count the invited clients by outcome, such as a dropout.
 
     In the records, refused replies are failures. This function uses the run's events to count refused replies
     separately.
 
     Returns:
-        A dict for JSON. The key ``run`` contains the run's name, ``rounds`` the number of rounds, and ``each`` the
-        number of rounds per bar. The key ``counts`` contains a list for each name in ``FATE_NAMES``, with one count
-        per bar.
+        A dict for JSON with the keys ``run`` (the run's name), ``rounds`` (the number of rounds), ``each`` (the number
+        of rounds per bar) and ``counts`` (a list for each name in ``FATE_NAMES``, with one count per bar).
     """
     refused: dict[int, set[Any]] = {}
     for event in run.events:

@@ -182,7 +182,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     """Draw a column of the records as one curve per method, with a band of one standard deviation.
 
     If there are more methods than colours, the baseline (the first method) and the best methods have colours, and all
-    other curves are grey. The vertical axis begins where the curves begin to differ.
+    other curves are grey. The vertical axis leaves out the steep beginning of long curves.
 
     Args:
         axes: The axes to draw into.
@@ -241,7 +241,7 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the amount of data sent and received until each of R rounds, in MB, as a mean over seeds, shape (R,)."""
+    """Return the MB sent and received from the start to each of R rounds, averaged over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
@@ -256,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """For each round, draw the number of invited clients with each outcome, as stacked means over seeds."""
+    """For each round and outcome, draw the number of invited clients, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)

@@ -1,4 +1,4 @@
-"""Draw forest plots (as wide as one column of a paper) of the differences between methods and a baseline."""
+"""Draw forest plots of the differences between methods and a baseline, as wide as one column of a paper."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values for the report's section about one method: runs, events, spec and values without curves."""
+    """Return the values for a method's section of the report: runs, events, spec, and results that are not drawn."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
     # Errors come first. An error has the entry ``reason``, but an expected event, such as a dropout, does not.

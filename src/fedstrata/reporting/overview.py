@@ -121,7 +121,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
     """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
-    Without such a target, return the hardest target that any run reached, or None if the runs did not reach any.
+    Without such a target, return the hardest target that any run reached; None if no run reached a target.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]
@@ -326,7 +326,7 @@ def _drawn(rows: Sequence[Contrast], factor: float) -> dict[str, Any]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return at most seven round numbers between two ends.
+    """Return at most eight ticks between two ends: multiples of a step such as 0.5, 1 or 2.
 
     >>> _ticks(-1.3, 4.2)
     [-1.0, 0.0, 1.0, 2.0, 3.0, 4.0]

@@ -75,7 +75,7 @@ class Progress:
     ) -> None:
         self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """The tasks and their progress. Rich draws the tasks as bars, but only in a terminal."""
+        """The tasks and their progress. The library Rich draws the tasks as bars, but only in a terminal."""
         self._ids: dict[str, TaskID] = {}
         self._handle: Any = None
         """The object that updates the output in a notebook; None outside notebooks."""
@@ -139,7 +139,7 @@ class Progress:
     def _show(
         self, task: str, done: int, total: int, visible: bool = True, *, is_cut: bool = False, **fields: Any
     ) -> None:
-        """Implement ``show``. ``fields`` are the bar's fields to change. If ``is_cut`` is True, cut the bar's name."""
+        """Implement ``show``, and change the given ``fields`` of the bar. If ``is_cut`` is True, cut the bar's name."""
         bars, now = self._bars, self._clock()
         if bars is None or self._console is None:
             return

@@ -198,7 +198,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
     """Return the number of seeds with which the interval would exclude zero, if mean and deviation stayed the same.
 
     Args:
-        difference: The difference. Its ``each`` must contain at least two numbers that are not all equal.
+        difference: The difference. The field ``each`` must contain at least two numbers that are not all equal.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Compute and limit each client's ε with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019)."""
+"""With ``privacy.dp``, compute and limit each client's ε by Rényi differential privacy (Mironov et al. 2019)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     """Return the probability that a client takes part in a round; None if client sampling does not lower ε.
 
     Sampling lowers ε only if each client is drawn independently in every round, and if other parties do not see which
-    clients take part. A limit on the number of rounds per client makes the draws dependent.
+    clients take part. If the number of rounds per client is limited, the draws are not independent.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
     if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:

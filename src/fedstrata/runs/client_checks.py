@@ -20,8 +20,7 @@ from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 FEW = 100
-"""The number of clients below which there is a warning. With fewer clients and a small ε, a model usually cannot
-learn."""
+"""Runs with fewer clients cause a warning: with few clients and a small ε, a model usually cannot learn."""
 
 USE = "Use a method such as fedavg, fedprox or moon."
 

@@ -13,7 +13,7 @@ OUTSIDE = {
     "labels": "the statistics of the labels",
     "evaluation": "the results of evaluations on the clients' samples",
 }
-"""The values that a run computes from clients' samples, but without noise. The keys are names in
+"""The values that a run computes from clients' samples without adding noise. The keys are names in
 ``policy.outside_dp``."""
 
 SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
@@ -22,7 +22,7 @@ AT_SITES = "protects against everyone outside the site, including the server"
 
 
 def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:
-    """Return the names of the values that a run computes from clients' samples, but without noise; see ``OUTSIDE``.
+    """Return the names of the values that a run computes from clients' samples without adding noise; see ``OUTSIDE``.
 
     Args:
         spec: The experiment.

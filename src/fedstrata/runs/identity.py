@@ -40,8 +40,7 @@ commit must also increase the table's ``version``.
 """
 
 LONG = 20
-"""The limit for lists in the identity. If a list has more than ``LONG * LONG`` characters, only its checksum is
-stored."""
+"""If a list in the identity has more than ``LONG * LONG`` characters, only the list's checksum is stored."""
 
 
 def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
@@ -223,7 +222,7 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Return the setting that makes every round depend on the total number of rounds; None if no setting does."""
+    """Return the setting that makes every round depend on the total number of rounds; None without such a setting."""
     for key, value in spec.items():
         if key.rpartition(".")[2] == "schedule" and value == "cosine":
             return f"{key} = 'cosine'"

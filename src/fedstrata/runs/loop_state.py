@@ -26,7 +26,7 @@ class Measured:
 
     Args:
         round: The round after which the model was evaluated.
-        value: The primary metric on the validation samples; on the test set, if there are no validation samples.
+        value: The primary metric on the validation samples or, without validation samples, on the test set.
         confusion: The confusion matrix of the test set, shape (C, C). Rows are true classes, and columns are predicted
             classes.
     """
@@ -65,8 +65,8 @@ class LoopState:
     """The state of the loop over a run's rounds.
 
     Args:
-        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 if the
-            server has not used a reply of the client. The array is empty if clients do not have their own test samples.
+        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 without
+            such a round. The array is empty if clients do not have their own test samples.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard``.
         last: The latest evaluation.
         best: The first evaluation with the best primary metric.
@@ -116,8 +116,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of *unheard* clients, of which the server has not used a reply recently.
 
-        *Recently* means after the first of the last ``evaluations`` evaluations. If the run has had fewer evaluations,
-        it means in any round.
+        A reply is recent if it came after the n-th last evaluation, where n is ``evaluations``. If the run has had
+        fewer evaluations, all replies are recent.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

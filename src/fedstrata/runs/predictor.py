@@ -120,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.safetensors``, and ``model.json`` with checksums of both files.
+    """Write ``model.safetensors``, and ``model.json``, which contains checksums of both files.
 
     Args:
         folder: The run folder.
@@ -143,7 +143,7 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     own model function, the function's Python module is imported, unless you pass ``model``.
 
     Args:
-        run_dir: The run folder, or any folder with these two files.
+        run_dir: The run folder, or any folder with ``model.json`` and ``model.safetensors``.
         model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. ``load`` does not change
             the module, and ignores its trainable parameters. The folder does not contain frozen parameters, so the
@@ -241,7 +241,7 @@ class Predictor:
 
         Raises:
             DataError: A cell does not match the schema, or a value is missing in a column without a rule for missing
-                values. Or the samples are not finite, or differ in shape from the training samples.
+                values. Also raised if samples are not finite, or differ in shape from the training samples.
             SpecError: The rows lack a column.
         """
         if not self.task.has_classes:
@@ -519,8 +519,8 @@ def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> No
         key: The key of the shape in ``model.json``.
         shape: The shape of one sample.
         normalisation: The normalisation of the input.
-        image: True for vectors, and for images, which are normalised along their first axis (channels). Other inputs
-            are normalised along their last axis.
+        image: Whether the input is an image or a vector. Images and vectors are normalised along their first axis
+            (channels), and other inputs along their last axis.
     """
     if (image and len(shape) not in (1, 3)) or not all(type(side) is int and side > 0 for side in shape):
         raise ValueError(f"{key} has the invalid value {shape}")

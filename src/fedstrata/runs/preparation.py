@@ -256,7 +256,7 @@ def refuse_attack(spec: Experiment) -> None:
 
 
 def _attacked(attack: Attack, dataset: Dataset, assignment: Assignment, seed: int) -> Dataset:
-    """Check an attack, and return the data set with the attackers' training labels.
+    """Check an attack, and return the data set, with false labels if the attack changes the attackers' labels.
 
     The labels of samples that are held out of training do not change.
     """

@@ -120,7 +120,7 @@ class RunFolder:
             resume: Whether to resume the run in the folder.
 
         Raises:
-            SpecError: The folder contains a run although ``resume`` is False, or a run of another experiment.
+            SpecError: The folder contains another experiment's run, or contains a run although ``resume`` is False.
             CheckpointError: Every checkpoint is damaged.
         """
         if path is None:
@@ -141,7 +141,7 @@ class RunFolder:
             raise
 
     def finished(self) -> History | None:
-        """Return the history of the folder's run if the run is finished and has no checkpoint, and otherwise None.
+        """Return the history of a finished run that has no checkpoint; None for other runs.
 
         Resuming a run without a checkpoint would start from round 1 and delete the results.
         """
@@ -331,7 +331,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
         Descriptions of the permitted differences between the two experiments.
 
     Raises:
-        SpecError: The folder contains a run although ``resume`` is False, or a run of another experiment.
+        SpecError: The folder contains another experiment's run, or contains a run although ``resume`` is False.
     """
     if path is None:
         if resume:

@@ -87,8 +87,8 @@ def _check_codecs(communication: Communication) -> None:
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
     """Return the settings, with ``privacy.parties`` set to the number of clients that a sum needs.
 
-    If the clients add the noise, this number must be the same in all rounds, because each client's share of the noise
-    depends on the number.
+    If the clients add the noise, this number must be the same in all rounds, because it determines each client's share
+    of the noise.
 
     Raises:
         ExtraMissingError: The extra ``secure`` is not installed.

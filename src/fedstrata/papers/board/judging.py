@@ -1,4 +1,4 @@
-"""Compare the methods in a column of the board by values, ranks and differences, in total and at equal cost."""
+"""Compare the methods in a column of the board by values, ranks and differences, over whole runs and at equal cost."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Verdicts:
         """Return the entry with the best validation accuracy within the baseline's budget; None if unknown.
 
         The comparison uses each entry's trial with the chosen settings. Entries with personal models are left out,
-        because their trials are evaluated on other samples.
+        because their trials are evaluated on the clients' own test samples.
 
         Args:
             measure: A key of ``BUDGETS``.
@@ -180,7 +180,7 @@ class Contest:
 
 
 def contests(columns: Sequence[Verdicts]) -> list[Contest]:
-    """For each column, compare the best composition with the best method, within the baseline's bytes and samples."""
+    """In each column, compare the best composition with the best method at the baseline's bytes, and at its samples."""
     found = []
     for column in columns:
         for measure in BUDGETS if column.complete else ():

@@ -179,7 +179,7 @@ def _rank_rule(ranking: Ranking) -> str:
 
 
 def _column(verdicts: Verdicts) -> list[str]:
-    """Return the lines of the page about a column: the comparison with the baseline, and folded details."""
+    """Return the page's lines about a column: the comparison with the baseline, and folded details."""
     lines = [f"## {verdicts.column.label}", ""]
     if verdicts.complete:
         lines += [*_bullets(_comparison(verdicts)), ""]
@@ -203,7 +203,7 @@ def _comparison(verdicts: Verdicts) -> list[str]:
 
 
 def _ranking(verdicts: Verdicts) -> list[str]:
-    """Return lines about the best entries at equal cost, and about the ranking with a picture."""
+    """Return lines about the best entries at equal cost, and about the ranking, with a picture of the ranking."""
     if not verdicts.complete:
         return []
     lines, picture = [_best(verdicts, measure) for measure in BUDGETS], list[str]()

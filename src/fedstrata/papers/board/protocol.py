@@ -87,7 +87,7 @@ class Protocol:
         rates: Learning rates to try for entries without a tuned setting in ``grid``.
         rates_with_setting: Learning rates to try for entries with a tuned setting in ``grid``.
         spec: Settings that all cells share.
-        tuning: Settings that have other values in tuning trials.
+        tuning: Changed settings for tuning trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
         more: A mapping from the names of additional columns to their settings. An additional column runs only if the

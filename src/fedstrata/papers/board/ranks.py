@@ -39,8 +39,7 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
             value in a block has the last rank in this block.
 
     Returns:
-        The ranking. None if there are fewer than three methods or fewer than two blocks, because Friedman's test
-        requires at least three methods and two blocks.
+        The ranking. None if there are fewer than the three methods and two blocks that Friedman's test requires.
     """
     from scipy.stats import friedmanchisquare, rankdata
 

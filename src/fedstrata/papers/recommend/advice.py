@@ -53,7 +53,7 @@ class Advice:
     Args:
         properties: Measured properties of the spec.
         columns: Columns of the board, ordered by their distance from the spec. The nearest column comes first.
-        methods: A mapping from each recommended method to the reasons to compare the method.
+        methods: A mapping from each recommended method to the reasons to include it in a comparison.
         ahead: Number of methods that are significantly better than FedAvg in a similar column. These methods come first
             in ``methods``.
         behind: Methods that are significantly worse than FedAvg in a similar column, as a mapping from each method to
@@ -136,9 +136,9 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is similar to the spec (see ``Column.alike``), methods that are significantly better than
-    FedAvg in this column come first, and significantly worse methods are left out. The methods of the rules come next:
-    the first method of each rule, then the second method of each rule, and so on.
+    Methods that are significantly better than FedAvg in the nearest column come first, and significantly worse methods
+    are left out. Both apply only if this column is similar to the spec (see ``Column.alike``). The methods of the rules
+    follow: the first method of each rule, then the second method of each rule, and so on.
 
     Args:
         measured: Measured properties of the spec.
@@ -163,7 +163,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
 
 
 def _reasons(measured: Properties) -> dict[str, list[Reason]]:
-    """Return the reasons that the rules give for each method. The result begins with the first method of each rule."""
+    """Return the reasons that the rules give for each method. The first method of each rule comes before all others."""
     holding = [rule for rule in RULES if rule.holds(measured)]
     order = [name for names in zip_longest(*(rule.methods for rule in holding)) for name in names if name is not None]
     reasons: dict[str, list[Reason]] = {name: [] for name in order}
@@ -176,7 +176,7 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
 
 
 def _result(difference: Difference, column: Column) -> Reason:
-    """Return the reason that the board's results give."""
+    """Express a method's result on the board as a reason."""
     n, order = difference.n, difference.order()
     verdicts = {
         "not significant": " The difference is not significant.",
@@ -190,7 +190,7 @@ def _result(difference: Difference, column: Column) -> Reason:
 
 
 def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[str]:
-    """Return sentences about the small number of results on which the recommendation is based.
+    """Return sentences about the limits of the recommendation, such as the small number of results.
 
     Args:
         board: Results of the board; None if there are no results.

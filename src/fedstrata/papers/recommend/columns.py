@@ -19,7 +19,7 @@ from fedstrata.spec.experiment import Experiment, deep_merge, read_toml
 FILE = Path(__file__).parents[1] / "board" / "absent-v1.json"
 """The file with the results of the board.
 
-The TOML file with the same name contains the protocol, with the settings of all columns.
+The protocol, with the settings of all columns, is in ``absent-v1.toml`` in the same folder.
 """
 
 SECTIONS = ("data", "task", "partition", "availability", "training", "evaluation")

@@ -102,7 +102,7 @@ def _paragraphs(advice: Advice) -> Iterator[Text]:
 
 
 def _columns(advice: Advice) -> Iterator[str]:
-    """Yield a line for each of the nearest columns of the board."""
+    """Yield a line for each of the board's columns that are nearest to the spec."""
     from fedstrata.papers.recommend.advice import shown
     from fedstrata.papers.recommend.columns import CLEAR
     from fedstrata.papers.recommend.properties import SHOWN

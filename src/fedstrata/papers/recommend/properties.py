@@ -15,7 +15,7 @@ from fedstrata.papers.recommend.rounds import Simulated, simulate
 from fedstrata.runs.preparation import Prepared
 
 SEEDS = 5
-"""Number of simulations, which use the spec's seed and the integers after it."""
+"""Number of simulations. Their seeds are consecutive integers, beginning with the spec's seed."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return, for each round and class, whether none of the clients that take part has samples of the class.
+    """Return, for each round and class, whether all clients that take part lack samples of the class.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
@@ -263,9 +263,9 @@ FACTOR = 1000.0
 def apart(key: str, mine: Properties, other: Properties) -> float | None:
     """Return the distance of two specs in a property, from 0 (equal) to 1; None if neither spec has the property.
 
-    For shares and indices, the distance is the absolute difference. For correlations, it is half the absolute
-    difference. For numbers, it is the logarithm of the ratio, divided by the logarithm of ``FACTOR``. If only one spec
-    has the property, the distance is 1.
+    For shares and indices, the distance is the absolute difference. For correlations, the distance is half the absolute
+    difference. For numbers, the distance is the logarithm of the ratio, divided by the logarithm of ``FACTOR``. If only
+    one spec has the property, the distance is 1.
 
     Args:
         key: Name of the property.

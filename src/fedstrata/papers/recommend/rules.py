@@ -25,9 +25,9 @@ class Rule(NamedTuple):
 
     Args:
         key: Name of the property in ``Properties``.
-        least: Limit of the property. Limits are conventions, because we have not measured where methods begin to
-            help. If a rule cites one of our results, the limit is so low that the rule applies to the setting of this
-            result.
+        least: Minimum value of the property (the rule's limit). Limits are conventions, because we have not measured
+            where methods begin to help. If a rule cites one of our results, the limit is so low that the rule applies
+            to the setting of this result.
         methods: A mapping from each method to a claim about the method.
     """
 
