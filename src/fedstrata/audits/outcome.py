@@ -94,7 +94,7 @@ def cells(row: Row) -> list[str]:
 
 
 def caption(audit: Audit) -> str:
-    """Return a caption with the run, the attacked clients and the attacker's images."""
+    """Return a caption that names the run, the attacked clients, and the source of the attacker's images."""
     clients = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
     source = "the test set" if audit.held_out == "test" else "training samples that no client has"
     return (

@@ -23,7 +23,7 @@ def commands() -> list[Any]:
 
 
 def load(path: str) -> Any:
-    """Return an object of an outer package.
+    """Import an object from an optional package of fedstrata; see ``OUTER``.
 
     Args:
         path: The module in ``fedstrata`` and the object's name, such as ``"sites.simulator:simulate"``.

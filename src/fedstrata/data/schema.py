@@ -90,18 +90,12 @@ class Column(Setting):
     @model_validator(mode="after")
     def _agree(self) -> Column:
         if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
-            raise SpecError(
-                "range",
-                "must be two numbers, with the smaller number first. The column must be of type 'number'.",
-                list(self.range),
-            )
+            problem = "must be two numbers, with the smaller number first. The column must be of type 'number'."
+            raise SpecError("range", problem, list(self.range))
         names = self.categories
         if names is not None and (self.type != "category" or len(set(names)) < len(names)):
-            raise SpecError(
-                "categories",
-                "must be a list of different names, and the column must be of type 'category'.",
-                list(names),
-            )
+            problem = "must be a list of different names, and the column must be of type 'category'."
+            raise SpecError("categories", problem, list(names))
         if self.type == "category" and self.impute in ("mean", "median"):
             accepted = "'most-frequent', 'separate-category' or 'constant'"
             raise SpecError("impute", f"cannot be computed for a category. Use one of: {accepted}.", self.impute)

@@ -231,8 +231,7 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        Even if an engine computes the sum in one pass, the log includes the full size of each client's request and
-        reply.
+        The log includes the sizes of all clients' requests and replies, even if an engine computes the sum in one pass.
 
         Returns:
             The sum over the clients that answered; None if no client answered.
@@ -357,10 +356,9 @@ class Federation:
             tasks: Pairs of a client and its task; all tasks have the same Python class. The next pair
                 is read after each hop, so a generator can choose the pair based on earlier replies.
             weights: The model that the first client gets.
-            on_reply: A function that is called after each hop. Its arguments are the index of the task in ``tasks``,
-                and the reply. The reply is None if the hop was skipped. An engine that computes the relay in one pass
-                may notice a failure only at the end. The function is then called a second time for the failed hop, with
-                None as the reply.
+            on_reply: A function that is called after each hop with two arguments: the index of the task in ``tasks``,
+                and the reply (None if the hop was skipped). An engine that computes the relay in one pass may notice a
+                failure only at the end. The function is then called again for the failed hop, with None as the reply.
             work: A function that returns the number of per-sample gradients, given a task and the client's number of
                 samples.
         """

@@ -118,9 +118,9 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return whether the interval, shifted by ``margin``, is above or below 0, or the reason why no order is shown.
+        """Return on which side of 0 the interval is after adding ``margin``, or why the side is unknown.
 
-        The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
+        The result is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
         negative.
 
         >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()

@@ -123,9 +123,8 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         names.append(name)
     elif name not in names:
         listed = names or ["no site"]
-        raise SpecError(
-            "SITE", not_among("is not on the list of sites that may connect", name, listed, "The list contains"), name
-        )
+        problem = not_among("is not on the list of sites that may connect", name, listed, "The list contains")
+        raise SpecError("SITE", problem, name)
     else:
         names.remove(name)
     write_members(kit, names, federation)

@@ -69,7 +69,7 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client trains on samples of another partition, as a baseline for federated training.
+    """A single client trains on samples from another partition scheme, as a baseline for federated training.
 
     For centralised training, the single client has the samples of all clients in the partition ``of``. For local
     training, the single client has the samples of one client in the partition ``of``.

@@ -181,14 +181,14 @@ class Contest:
 
 def contests(columns: Sequence[Verdicts]) -> list[Contest]:
     """In each column, compare the best composition with the best method at the baseline's bytes, and at its samples."""
-    found = []
+    compared = []
     for column in columns:
         for measure in BUDGETS if column.complete else ():
             composition, method = (column.best_at(measure, composed) for composed in (True, False))
             if composition is not None and method is not None:
                 difference = column.difference(composition, measure, method)
-                found.append(Contest(column.column.label, measure, composition, method, difference))
-    return found
+                compared.append(Contest(column.column.label, measure, composition, method, difference))
+    return compared
 
 
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:

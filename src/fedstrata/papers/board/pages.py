@@ -222,8 +222,9 @@ def _mean(verdicts: Verdicts, name: str) -> float:
 
 
 def _listed(names: Sequence[str], what: str) -> str:
-    verb = "is" if len(names) == 1 else "are"
-    return f"{', '.join(f'`{name}`' for name in names)} {verb} {what} than FedAvg (paired t-test, Holm, 5 %)."
+    quoted = [f"`{name}`" for name in names]
+    listed = f"{quoted[0]} is" if len(names) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]} are"
+    return f"{listed} {what} than FedAvg (paired t-test, Holm, 5 %)."
 
 
 def _best(verdicts: Verdicts, measure: str) -> str:
