@@ -174,8 +174,8 @@ def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(ta
     assert f"{taken}\n" in page_of(table, there)
     assert page_of(table, there).count(" | 3† | ") == 2, "one of a and one of b"
     first["repeated"] = {"rounds": 10, "points": 0.25}
-    taken += " We repeated the first 10 rounds of"
-    repeated = "of these runs with the current version, which changed the accuracies by at most"
+    taken += " We repeated"
+    repeated = "of these runs with the current version, for the first 10 rounds. The accuracies changed by at most"
     assert f"{taken} 1 {repeated} 0.25 points." in page_of(table, there)
     second["repeated"] = {"rounds": 12, "points": 0.5}
     assert f"{taken} 2 {repeated} 0.5 points." in page_of(table, there)

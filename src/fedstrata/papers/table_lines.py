@@ -150,9 +150,9 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
         line += (
-            f" We repeated {len(repeated)} of these runs with the current version, for their first {rounds} rounds. The "
-            f"accuracies changed by at most {points} points. The table leaves out runs whose accuracies changed by more "
-            "than one point."
+            f" We repeated {len(repeated)} of these runs with the current version, for the first {rounds} rounds. "
+            f"The accuracies changed by at most {points} points. The table leaves out runs whose accuracies changed by "
+            "more than one point."
         )
     return ["", line]
 
