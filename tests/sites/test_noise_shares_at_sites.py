@@ -277,7 +277,7 @@ def test_a_site_answers_only_as_often_as_epsilon_allows(
         other = Weights({name: w + number for name, w in server.weights.params.items()}, {})
         outcomes.append(ask_first(server, other))
     assert [type(each) for each in outcomes] == [MaskedReply, MaskedReply, Failed, MaskedReply]
-    assert "the site has already sent 2 replies to this job" in outcomes[2].reason
+    assert "the site has already sent 2 replies, the maximum per job" in outcomes[2].reason
 
 
 def own_data(folder: Path, sites: int = 4) -> dict[str, Any]:
