@@ -104,7 +104,9 @@ def test_every_cell_of_every_table_is_an_experiment():
 
 def test_an_order_needs_three_seeds_and_a_table_of_fewer_says_so():
     for name, table in tables().items():
-        assert len(table.seeds) >= 3 or "Because there is only one seed, no ranking is shown." in " ".join(table.notes.split()), name
+        assert len(table.seeds) >= 3 or "Because there is only one seed, no ranking is shown." in " ".join(
+            table.notes.split()
+        ), name
 
 
 def test_tables_are_chosen_by_paper_and_by_name():
