@@ -205,7 +205,7 @@ class Reservoir:
         self._generator = rng(seed, f"audit-updates/{name}")
 
     def add(self, round: UpdateRound, update: Params, clients: Sequence[ClientId]) -> None:
-        """Add an update to the sample. If the sample is full, decide at random whether to keep the update.
+        """Add an update to the reservoir. If the reservoir is full, decide at random whether to keep the update.
 
         Updates of clients that did not take a step are ignored.
         """

@@ -56,7 +56,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
     """Write all pages about the results into a folder.
 
     Args:
-        out: Folder that contains the results, and to which the pages are written.
+        out: Folder that contains the results, and will contain the pages.
         quick: Whether the results come from the small experiments of ``--quick``.
 
     Returns:

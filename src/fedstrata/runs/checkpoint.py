@@ -67,7 +67,7 @@ class Checkpoint:
     loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """Return a copy of the checkpoint, with only the states of ``clients``."""
+        """Return a copy of the checkpoint that contains only the states of ``clients``."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:

@@ -120,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.safetensors``, and ``model.json``, which contains checksums of both files.
+    """Write ``model.safetensors`` and ``model.json``. The file ``model.json`` contains checksums of both files.
 
     Args:
         folder: The run folder.
@@ -356,7 +356,7 @@ class Predictor:
 
 @contextmanager
 def _batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm normalise with each batch's statistics, and leave its running statistics unchanged."""
+    """Let BatchNorm normalise with each batch's statistics, and leave the running statistics unchanged."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     tracked = [layer.track_running_stats for layer in norms]
     try:

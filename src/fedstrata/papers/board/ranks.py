@@ -22,7 +22,7 @@ class Ranking:
         blocks: Number of blocks.
         p: p-value of Friedman's test, whose null hypothesis is that all methods have the same distribution of ranks;
             None if all values are equal.
-        critical: Critical difference of Nemenyi's test. Average ranks that differ by less cannot be distinguished.
+        critical: Critical difference of Nemenyi's test. Smaller differences between average ranks are not significant.
     """
 
     ranks: Mapping[str, float]

@@ -39,8 +39,8 @@ class Properties:
             equally often.
         classes: Number C of classes with samples at clients.
         classes_per_client: Mean number of classes of a client, divided by C.
-        label_skew: Mean over clients of the total variation distance between the client's class shares and the class
-            shares of all samples.
+        label_skew: Total variation distance between a client's class shares and the class shares of all samples,
+            averaged over clients.
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
         online_skew: Total variation distance between the class shares of all samples and the class shares of online
             clients' samples. Samples of online clients are added up over all rounds.

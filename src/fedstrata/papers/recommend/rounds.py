@@ -33,7 +33,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(prepared: Prepared, seed: int) -> Simulated:
-    """Simulate which clients are online and which clients are invited in all rounds.
+    """Simulate, for each round, which clients are online and which clients are invited.
 
     The spec's client sampler invites the clients. If this sampler needs results of training, ``Uniform`` replaces it.
 
