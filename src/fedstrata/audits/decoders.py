@@ -55,7 +55,7 @@ class Variational(nn.Module):
     """A variational autoencoder (Kingma & Welling 2014). Its encoder consists of the attacked model and a linear layer.
 
     From the model's features, the layer computes the mean and the variance of a Gaussian code. A decoder then computes
-    the image from the code. Training draws codes at random, so all codes near the mean decode to similar images.
+    the image from the code. Training draws random codes, so that all codes near the mean give similar images.
 
     Args:
         features: The length d of a feature vector.

@@ -1,6 +1,6 @@
 """Attack the updates that clients send in methods such as FedAvg, and the sum of all updates of a round.
 
-With ``privacy.sums = "secure"``, the server sees only the sum. The audit still attacks both updates and sums, to show
+With ``privacy.sums = "secure"``, the server sees only the sum. The audit always attacks both updates and sums, to show
 what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
 
 - **gradient inversion**: with one step of SGD, an update is a multiple of a gradient. ``fedstrata.audits.gradients``

@@ -169,7 +169,7 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square error of p̃, the probability of keeping a sample under privacy (FedSTaS, Lemma 2.2).
+    """Return the root mean square error of p̃, the probability of keeping a sample (FedSTaS, Lemma 2.2).
 
     The server wants to keep n* = q n of all n samples, so the correct probability is p = q. If clients keep their
     numbers of samples private, the server knows only an estimate ñ of n. Clients then use p̃ = min(1, n*/ñ) instead of

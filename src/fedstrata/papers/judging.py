@@ -257,7 +257,7 @@ MOST = 2
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
-    """Return how many differences support a claim, and the smallest and the largest difference, as text."""
+    """Describe how many differences support a claim, with the smallest and the largest difference."""
     supports, opposite = ("supports the claim", "support the claim"), ("shows the opposite", "show the opposite")
     names = {wanted: supports, "not significant": ("is inconclusive", "are inconclusive")}
     counts = Counter(names.get(each.order(within), opposite) for each in differences)

@@ -105,7 +105,7 @@ class ClientAccountant(RunAccountant):
         return {"epsilon": self.epsilon(int(rounds.max())), "privacy": self._statement()}
 
     def _statement(self) -> dict[str, Any]:
-        """Return the note on the meaning of ε for the record of a round."""
+        """Return the note on the meaning of ε, which a round's record contains."""
         sampled = self.rate is not None
         return {
             "unit": "client",

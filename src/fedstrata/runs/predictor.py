@@ -582,7 +582,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Raise ``SpecError`` if a tensor's name, dtype or shape differs between the module and the file.
 
-    Files of earlier versions also contain frozen parameters, which the model then uses.
+    If a file of an earlier version contains frozen parameters, the model uses these parameters.
     """
     stored_frozen = {name: tensor for name, tensor in model.untrained.frozen.items() if name in tensors}
     expected = {**model.params(), **model.buffers(), **stored_frozen}

@@ -240,7 +240,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
 
 
 def _table(verdicts: Verdicts) -> list[str]:
-    """Return a table with a row per entry, best rank first. Entries with missing seeds come last."""
+    """Return a table with one row per entry, sorted by rank. Entries with missing seeds come last."""
     ranked = verdicts.rankings["accuracy"].ranks if "accuracy" in verdicts.rankings else {}
     names = [*ranked, *(name for name in verdicts.outcomes if name not in ranked)]
     headings = [

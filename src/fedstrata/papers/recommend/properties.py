@@ -182,7 +182,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return, for each round and class, whether all clients that take part lack samples of the class.
+    """Return, for each round and class, whether no client that takes part has samples of the class.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
@@ -195,7 +195,7 @@ def without_holder(holds: Bools, takes_part: Bools) -> Bools:
 
 
 def longest(absent: Bools) -> int:
-    """Return the maximum number of consecutive rounds in which a class is absent, over all classes.
+    """Return, over all classes, the maximum number of consecutive rounds in which a class is absent.
 
     Args:
         absent: Whether each class is absent in each round, shape (rounds, C).
