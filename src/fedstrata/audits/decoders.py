@@ -21,7 +21,7 @@ class UpConvolutional(nn.Module):
     Args:
         features: The length d of a feature vector.
         shape: The shape of an image, (C, H, W).
-        width: The number of channels of the coarse map. Every transposed convolution halves this number, to at least
+        width: The number of channels of the coarse map. Every transposed convolution halves this number, but not below
             16.
 
     >>> UpConvolutional(5, (3, 28, 30))(torch.zeros(2, 5)).shape

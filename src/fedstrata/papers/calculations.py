@@ -293,7 +293,7 @@ def _walk(route: Route, unused: Ints) -> int:
 def largest_curvature(prepared: Prepared, params: Mapping[str, Tensor], steps: int = 50) -> float:
     """Return the largest absolute eigenvalue of the Hessian of the mean loss over all training samples.
 
-    This eigenvalue is a lower bound on the smoothness constant L of the loss. It is computed by power iteration.
+    This eigenvalue is a lower bound on the smoothness constant L of the loss. The function uses power iteration.
 
     Args:
         prepared: Prepared experiment with the model and the training samples.

@@ -253,7 +253,7 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
 
 MOST = 2
-"""Maximum number of comparisons that a claim's evidence lists. If there are more, the evidence summarises them."""
+"""Maximum number of comparisons that a claim's evidence lists. If there are more, a summary replaces them."""
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:

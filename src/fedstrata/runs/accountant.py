@@ -30,7 +30,7 @@ ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
 
 
 def dp_accounting() -> ModuleType:
-    """Import the library that computes ε, ``dp_accounting``.
+    """Import ``dp_accounting``, the library that computes ε.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

@@ -39,7 +39,7 @@ def simulate(prepared: Prepared, seed: int) -> Simulated:
 
     Args:
         prepared: The prepared experiment.
-        seed: Seed of the simulation. The partition still depends on the spec's seed.
+        seed: Seed of the simulation. The partition depends on the spec's seed, not on this seed.
     """
     spec, config = prepared.spec, replace(prepared.config, seed=seed)
     clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())
