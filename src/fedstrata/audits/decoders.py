@@ -21,7 +21,7 @@ class UpConvolutional(nn.Module):
     Args:
         features: The length d of a feature vector.
         shape: The shape of an image, (C, H, W).
-        width: The number of channels of the coarse map. Every transposed convolution halves this number, to at least
+        width: The number of channels of the coarse map. Every transposed convolution halves this number, but not below
             16.
 
     >>> UpConvolutional(5, (3, 28, 30))(torch.zeros(2, 5)).shape
@@ -55,7 +55,7 @@ class Variational(nn.Module):
     """A variational autoencoder (Kingma & Welling 2014). Its encoder consists of the attacked model and a linear layer.
 
     From the model's features, the layer computes the mean and the variance of a Gaussian code. A decoder then computes
-    the image from the code. Training draws codes at random, so all codes near the mean decode to similar images.
+    the image from the code. Training draws random codes, so that all codes near the mean give similar images.
 
     Args:
         features: The length d of a feature vector.

@@ -5,8 +5,8 @@ batch. The client sends the gradient of the loss, summed over the client's part.
 server. The attacker knows this gradient, the number of samples in the part, and the model. There are three attacks:
 
 - **labels** are recovered from the gradient of the last layer's bias. This gradient is Σ (p − y), where p are predicted
-  probabilities and y are one-hot labels. Each sample adds −1 to the entry of its class. For one sample, this attack was
-  published by Zhao et al. (2020).
+  probabilities and y are one-hot labels. Each sample adds −1 to the entry of its class. Zhao et al. (2020) published
+  this attack for parts with one sample.
 
 - **rows** of the first layer's gradient reveal samples, if this layer is linear. If a unit was active for only one
   sample, the unit's row is this sample, multiplied by the gradient of the unit's bias.

@@ -2,8 +2,8 @@
 
 The attacker has the update, the model with which training began, and two samples of the same class. One sample is a
 *member*, on which a client trained. The other sample is a test sample. The attack computes the gradient of each
-sample's loss. The sample whose gradient has the larger cosine with the negative update is guessed to be the member.
-Without the update, guesses would be correct for half of the pairs.
+sample's loss. The attack guesses that the member is the sample whose gradient has the larger cosine with the negative
+update. Without the update, guesses would be correct for half of the pairs.
 """
 
 from __future__ import annotations

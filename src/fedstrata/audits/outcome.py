@@ -63,7 +63,7 @@ def rows(audit: Audit) -> list[Row]:
 
 
 def _kind(finding: Finding) -> tuple[bool, int]:
-    """Return the kind of the attacked feature, by which rows are sorted.
+    """Return the kind of the attacked feature. Rows are sorted by this kind.
 
     For a prototype that a client sent, the kind is (True, 0). For a control (a feature that no client sent), the kind
     is (False, n), where n is the number of images from which the control was computed.

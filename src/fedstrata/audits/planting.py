@@ -30,7 +30,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 
 MARK = 1e6
-"""The value of a canary's first pixel in the model's input, by which the loss recognises canaries.
+"""The value of a canary's first pixel in the model's input. The loss recognises canaries by this value.
 
 The second pixel is the index of the canary's parameter, and the third pixel says whether the canary is in the data.
 """

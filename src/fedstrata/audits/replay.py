@@ -155,7 +155,7 @@ def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, se
 def _send_again(
     prepared: Prepared, before: Checkpoint | None, until: int, stored: Mapping[int, Table], watch: Watch
 ) -> list[Sent]:
-    """Run the rounds after a checkpoint again, and return the last prototypes of the clients in ``stored``."""
+    """Repeat the rounds after a checkpoint, and return the last prototypes of the clients in ``stored``."""
     last: dict[int, tuple[int, Weights, Table]] = {}
 
     def listen(round: int, replies: Mapping[int, Any]) -> None:

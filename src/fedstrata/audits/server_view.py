@@ -1,7 +1,7 @@
 """Record the updates that a server sees in a run: the update of each client, or only the sum of all updates.
 
-Audits run rounds again with ``UpdateTap``, a local engine that passes each round's updates to an audit. The attacker is
-an honest but curious server.
+Audits repeat rounds with ``UpdateTap``, a local engine that passes each round's updates to an audit. The attacker is an
+honest but curious server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attack the updates that clients send in methods such as FedAvg, and the sum of all updates of a round.
 
-With ``privacy.sums = "secure"``, the server sees only the sum. The audit still attacks both updates and sums, to show
+With ``privacy.sums = "secure"``, the server sees only the sum. The audit always attacks both updates and sums, to show
 what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
 
 - **gradient inversion**: with one step of SGD, an update is a multiple of a gradient. ``fedstrata.audits.gradients``
@@ -205,7 +205,7 @@ class Reservoir:
         self._generator = rng(seed, f"audit-updates/{name}")
 
     def add(self, round: UpdateRound, update: Params, clients: Sequence[ClientId]) -> None:
-        """Add an update to the sample. If the sample is full, decide at random whether to keep the update.
+        """Add an update to the reservoir. If the reservoir is full, decide at random whether to keep the update.
 
         Updates of clients that did not take a step are ignored.
         """

@@ -60,7 +60,7 @@ class Evaluator:
             samples.
         held: The samples that are not used for training.
         clients: The number N of clients.
-        batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of its running
+        batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of the running
             statistics.
         remote: Whether the clients' samples are at real sites.
     """

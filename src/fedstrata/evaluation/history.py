@@ -305,8 +305,8 @@ class History(Sequence[Record]):
 
         - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round.
 
-        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples by which it was
-          chosen.
+        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples that determined
+          the best round.
 
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
@@ -493,7 +493,7 @@ def _is_number(value: object) -> bool:
 
 
 def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a run's spec and summary. Return arguments of ``History``, and the summary (empty if missing)."""
+    """Read a run's spec and summary. Return the arguments of ``History``, and the summary (empty if missing)."""
     about: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     try:

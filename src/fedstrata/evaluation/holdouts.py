@@ -49,7 +49,7 @@ class HeldOut:
             provides the test samples.
         test_clients: The samples of the clients that never train; None if all clients train.
         numbers: The clients' ids in the partition. The clients that train come first, and get new ids from 0. The
-            clients that never train follow. None if all clients train.
+            clients that never train come last. None if all clients train.
     """
 
     validation: Ints | None = None

@@ -709,7 +709,7 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
 
 
 def _ratio(above: ArrayLike, below: ArrayLike) -> Reals:
-    """Divide ``above`` by ``below`` element by element; NaN if the denominator is 0."""
+    """Return the quotient ``above / below`` of each pair of elements; NaN if the denominator is 0."""
     top, bottom = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
     ratio: Reals = np.full(np.broadcast(top, bottom).shape, np.nan)
     np.divide(top, bottom, out=ratio, where=bottom != 0)

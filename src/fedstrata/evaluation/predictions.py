@@ -224,7 +224,7 @@ def predict(
         indices: The indices of the samples to predict, in the order of the predictions. Default: all samples of the
             split.
         batch_size: Number of samples per batch.
-        batch_statistics: Whether BatchNorm normalises with each batch's statistics instead of its running statistics.
+        batch_statistics: Whether BatchNorm normalises with each batch's statistics instead of the running statistics.
     """
     labels = data.y_train if split == "train" else data.y_test
     n = len(labels) if indices is None else len(indices)

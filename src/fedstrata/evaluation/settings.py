@@ -154,7 +154,7 @@ class Evaluation(Setting):
         return metrics[label]
 
     def evaluated_rounds(self, last: int) -> frozenset[int]:
-        """Return the rounds after which the model is evaluated, if ``last`` is the number of the run's last round."""
+        """Return the rounds after which the model is evaluated in a run whose last round is ``last``."""
         return frozenset([*range(self.every, last, self.every), last] if self.every else [last])
 
     def to_spec(self) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square error of p̃, the probability of keeping a sample under privacy (FedSTaS, Lemma 2.2).
+    """Return the root mean square error of p̃, the probability of keeping a sample (FedSTaS, Lemma 2.2).
 
     The server wants to keep n* = q n of all n samples, so the correct probability is p = q. If clients keep their
     numbers of samples private, the server knows only an estimate ñ of n. Clients then use p̃ = min(1, n*/ñ) instead of
@@ -212,7 +212,7 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Simulate Stratify's uniform selection of clients, and return each client's mean number of uses per sample.
+    """Simulate Stratify's uniform selection of clients, and return how often each client uses a sample on average.
 
     The simulation covers one epoch in which all samples have the same label. A client can be drawn until each of its
     samples has been used once.
@@ -293,7 +293,7 @@ def _walk(route: Route, unused: Ints) -> int:
 def largest_curvature(prepared: Prepared, params: Mapping[str, Tensor], steps: int = 50) -> float:
     """Return the largest absolute eigenvalue of the Hessian of the mean loss over all training samples.
 
-    This eigenvalue is a lower bound on the smoothness constant L of the loss. It is computed by power iteration.
+    This eigenvalue is a lower bound on the smoothness constant L of the loss. The function uses power iteration.
 
     Args:
         prepared: Prepared experiment with the model and the training samples.

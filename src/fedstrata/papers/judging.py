@@ -175,7 +175,7 @@ class _Case:
 
         Args:
             texts: Two strings. The first string is the beginning of a sentence that ends with one or two differences.
-                The second string is a sentence that introduces more than two differences.
+                The second string is a sentence that introduces a list of three or more differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the result that is passed to ``figures``.
             figures: Function that takes the results of both places, and returns the two numbers to compare.
@@ -253,11 +253,11 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
 
 MOST = 2
-"""Maximum number of comparisons that a claim's evidence lists. If there are more, the evidence summarises them."""
+"""Maximum number of comparisons that a claim's evidence lists. If there are more, a summary replaces them."""
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
-    """Return how many differences support a claim, and the smallest and the largest difference, as text."""
+    """Describe how many differences support a claim, with the smallest and the largest difference."""
     supports, opposite = ("supports the claim", "support the claim"), ("shows the opposite", "show the opposite")
     names = {wanted: supports, "not significant": ("is inconclusive", "are inconclusive")}
     counts = Counter(names.get(each.order(within), opposite) for each in differences)
@@ -352,7 +352,7 @@ def _change(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "send", "bytes_down": "receive"}
-"""The numbers of bytes that are compared without a statistical test, and whether clients send or receive the bytes."""
+"""Metrics that are compared without a statistical test, and the verb that says what clients do with the bytes."""
 
 
 def _ratio(case: _Case) -> Judgement:
@@ -427,7 +427,7 @@ TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {
 KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
 """All kinds of claims.
 
-A ``reading`` is judged by a number that follows from a paper's formulas or algorithms, without training. A ``page`` is
-judged by results on another page of the documentation. An ``untestable`` claim cannot be judged by any
-experiment, or at least not with our data and hardware.
+A ``reading`` claim is judged by a number that follows from a paper's formulas or algorithms, without training. A
+``page`` claim is judged by results on another page of the documentation. An ``untestable`` claim cannot be judged by
+any experiment, or at least not with our data and hardware.
 """

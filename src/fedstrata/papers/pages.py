@@ -56,7 +56,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
     """Write all pages about the results into a folder.
 
     Args:
-        out: Folder that contains the results, and to which the pages are written.
+        out: Folder that contains the results, and will contain the pages.
         quick: Whether the results come from the small experiments of ``--quick``.
 
     Returns:
@@ -216,7 +216,7 @@ WIDE = '<div class="wide-page"></div>'
 
 
 def _claims(judgements: Sequence[Judgement]) -> list[str]:
-    """Return an HTML element for each claim, sorted by verdict. When a reader expands an element, numbers appear."""
+    """Return an HTML element for each claim, sorted by verdict. An expanded element also shows the numbers."""
     lines = []
     for each in sorted(judgements, key=lambda each: judging.VERDICTS.index(each.verdict)):
         _, statement, where, _, figures, _ = _row(each)

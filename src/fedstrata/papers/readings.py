@@ -63,7 +63,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return the verdict on a claim, given whether the claim holds in each case.
+    """Return the verdict on a claim. For each case, ``right`` contains True if the claim holds.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')
@@ -72,7 +72,7 @@ def verdict(right: Sequence[bool]) -> Supported:
 
 
 Made = tuple[str, Mapping[str, float], Sequence[bool]]
-"""The result of a calculation: a text, its numbers, and whether the paper's statement holds in each case."""
+"""The result of a calculation: a text, its numbers, and a list with True for each case in which the statement holds."""
 
 _MAKERS: list[Callable[[], Reading]] = []
 """The functions that compute the readings, in the order in which the page shows them."""

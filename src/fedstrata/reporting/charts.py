@@ -119,7 +119,7 @@ def _total(history: History, key: str) -> float:
 
 
 def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
-    """Return a column's name with the unit, its limits in this unit, and the direction in which values become better.
+    """Return a column's name with the unit, the limits of values in this unit, and the direction of better values.
 
     Args:
         key: The column.
@@ -229,7 +229,7 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """For each bar of the participation chart, count the invited clients by outcome, such as a dropout.
 
-    In the records, refused replies are failures. This function uses the run's events to count refused replies
+    The records count refused replies as failures. This function uses the run's events to count these replies
     separately.
 
     Returns:
@@ -391,7 +391,7 @@ def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 
 def _numbers(rows: Iterator[dict[str, Any]]) -> list[str]:
-    """List the metrics in the tables of clients. The column ``heard`` (the round of the last used reply) comes last."""
+    """List the metrics in the tables of clients; ``heard``, the round of the client's last used reply, comes last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, (int, float)))
     return sorted((name for name in names if name not in _NOT_METRICS), key=lambda name: name == "heard")
 

@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record that add up to the amount of the resource used in the round.
+        columns: The columns of a round's record whose sum is the amount of the resource that the round used.
         unit: The unit in which the amount is shown.
         axis: The title of the axis that shows the amount in charts.
         factor: The factor that converts recorded values to the shown unit.
@@ -54,7 +54,7 @@ BUDGETS = {
 """The resources, such as bytes; metrics can be compared at equal amounts of a resource."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
-"""The columns, apart from metrics, for which lower values are better."""
+"""The columns that are not metrics, and for which lower values are better."""
 
 SHOWN = 10
 """The maximum number of columns listed in an error about an unknown measure."""
@@ -135,8 +135,8 @@ def contrast(
     Args:
         runs: A mapping from each method to the histories of its runs, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            or ``rounds_to_T`` for a target T. Columns of the records are also measures, with the values in the round of
-            the saved model. Default: the primary metric at the end of the runs, at equal bytes, and at equal samples.
+            or ``rounds_to_T`` for a target T. A column of the records is also a measure: its value in the round of the
+            saved model. Default: the primary metric at the end of the runs, at equal bytes, and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. None stands for
             the largest amount that every run reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.

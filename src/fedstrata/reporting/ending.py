@@ -105,7 +105,7 @@ def _table(runs: Mapping[str, Sequence[History]], comparison: contrasts.Contrast
 def _with_best(
     cells: Sequence[Estimate], rows: Sequence[tables.Row], how: tables.Measure, spread: bool = True, sign: int = 0
 ) -> list[str | Text]:
-    """Format the cells of a column. The best cell is bold, or the first cell if ``sign`` is 0."""
+    """Format the cells of a column. The best cell is bold. If ``sign`` is 0, the first cell is bold."""
     from rich.text import Text
 
     texts: list[str | Text] = [

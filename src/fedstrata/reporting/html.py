@@ -112,7 +112,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     """Return a page's styles and scripts, and hashes of the scripts for the page's content security policy.
 
     Args:
-        names: The file names of the scripts, of which uPlot must be the first.
+        names: The file names of the scripts, beginning with uPlot.
     """
     from markupsafe import Markup
 

@@ -19,7 +19,7 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 LAST = 10
-"""A run's steadiness is the standard deviation over this number of last evaluations."""
+"""The number of last evaluations of a run. The standard deviation over these evaluations is the run's steadiness."""
 WIDE = 250
 """The width of the plot of differences, in pixels."""
 BAR = 56
@@ -202,7 +202,7 @@ def _is_constant(column: Column, labels: Sequence[str]) -> bool:
 
 
 def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
-    """Return the column with a metric's mean over the worst tenth of clients. The primary metric is preferred."""
+    """Return the column with the mean of a metric, preferably the primary metric, over the worst tenth of clients."""
     columns = dict.fromkeys(name for each in members.values() for history in each for name in history.columns)
     known = tables.worst_first(columns, tables.metric_of(key))
     lower = {name for each in members.values() for run in each for name in run.lower}
@@ -261,7 +261,7 @@ def _cards(
     others: Sequence[Column],
     direction: int,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield each card's title, methods and value. A method behind the baseline is not shown as the steadiest method."""
+    """Yield each card's title, methods and value. No card shows a method as steadiest if it is behind the baseline."""
     labels = [label for label, row in rows.items() if row.value.mean is not None]
     steady = [label for label in labels if verdict(rows[label], direction) is not BEHIND and not rows[label].stuck]
     accuracy, alone = main.heading == "final accuracy", len(rows) == 1

@@ -67,7 +67,7 @@ class Runs(dict[str, list[Run]]):
         return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with one row per run: label, data set, content of ``summary.json``, all metrics.
+        """Return a pandas data frame with one row per run: label, data set, ``summary.json`` and all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.

@@ -30,7 +30,7 @@ def summary_panel(history: History) -> Panel:
 
 
 def failures(history: History) -> str | None:
-    """Describe a run's failures: the number of each kind, and the first reason. Return None without failures."""
+    """Describe a run's failures: the number of each kind, and the first reason. Return None if nothing failed."""
     path = history.path / "events.jsonl" if history.path is not None else None
     events = read_jsonl(path) if path is not None and path.exists() else []
     # After a crash, the log may contain an entry about the log's repair, which is not an event and has no kind.

@@ -26,11 +26,11 @@ SIZES = "privacy.dp sizes"
 """The key under which ``Simulation.memory`` stores the numbers of samples that sites reported."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
-"""The integer orders of the Rényi divergences. Sums for other orders may not converge."""
+"""The orders of the Rényi divergences: only integers, because the sums for other orders may not converge."""
 
 
 def dp_accounting() -> ModuleType:
-    """Import the library that computes ε, ``dp_accounting``.
+    """Import ``dp_accounting``, the library that computes ε.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

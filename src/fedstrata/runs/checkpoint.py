@@ -53,8 +53,8 @@ class Checkpoint:
         remote: Whether the sites (the clients' own machines) store the clients' states. Otherwise, the checkpoint
             contains the states.
         identity: The run's identity; None if the checkpoint has no identity.
-        logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of its last line when the
-            checkpoint was saved.
+        logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of the log's last line at
+            the time of the checkpoint.
         loop_state: The state of the loop over rounds; None if the checkpoint has no such state.
     """
 
@@ -67,7 +67,7 @@ class Checkpoint:
     loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """Return a copy of the checkpoint, with only the states of ``clients``."""
+        """Return a copy of the checkpoint that contains only the states of ``clients``."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:

@@ -105,7 +105,7 @@ class ClientAccountant(RunAccountant):
         return {"epsilon": self.epsilon(int(rounds.max())), "privacy": self._statement()}
 
     def _statement(self) -> dict[str, Any]:
-        """Return the note on the meaning of ε for the record of a round."""
+        """Return the note on the meaning of ε, which a round's record contains."""
         sampled = self.rate is not None
         return {
             "unit": "client",
@@ -159,8 +159,7 @@ class SharesAccountant(ClientAccountant):
         super().__init__(dp, clients, None)
         self._form = form
         self.secret = False
-        """Whether the noise comes from the sites' operating systems. Otherwise, the noise depends on the spec's
-        seed."""
+        """Whether the sites' operating systems generate the noise. Otherwise, the noise depends on the spec's seed."""
 
     @override
     def _epsilon(self, rounds: int) -> float:
@@ -224,7 +223,7 @@ def accountant_of(spec: Experiment, config: FederationConfig, *, secret: bool) -
     Args:
         spec: The experiment.
         config: The settings that server and clients share.
-        secret: Whether the clients' noise comes from the sites' operating systems.
+        secret: Whether the sites' operating systems generate the clients' noise.
     """
     if spec.privacy.dp is not None:
         if config.sizes is None and spec.privacy.sums == "secure":

@@ -20,7 +20,7 @@ from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 FEW = 100
-"""Runs with fewer clients cause a warning: with few clients and a small ε, a model usually cannot learn."""
+"""A run with fewer clients causes a warning: with few clients and a small ε, a model usually cannot learn."""
 
 USE = "Use a method such as fedavg, fedprox or moon."
 

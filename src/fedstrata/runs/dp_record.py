@@ -45,7 +45,7 @@ def privacy_record(spec: Experiment, *, secret: bool, evaluates: bool) -> dict[s
 
     Args:
         spec: The experiment.
-        secret: Whether the noise comes from the sites' operating systems.
+        secret: Whether the sites' operating systems generate the noise.
         evaluates: Whether clients evaluate models on their own samples.
     """
     dp = spec.privacy.dp

@@ -108,7 +108,7 @@ def fingerprints_of_frozen(model: Model) -> dict[str, str]:
 
 
 def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
-    """Raise ``SpecError`` if a frozen tensor differs from the tensor of that name in an earlier run.
+    """Raise ``SpecError`` if a frozen tensor differs from the tensor with the same name in an earlier run.
 
     Args:
         before: The fingerprints of the expected tensors; see ``fingerprints_of_frozen``.

@@ -114,7 +114,7 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the ids of *unheard* clients, of which the server has not used a reply recently.
+        """Return the ids of *unheard* clients: the server has not used a reply of these clients recently.
 
         A reply is recent if it came after the n-th last evaluation, where n is ``evaluations``. If the run has had
         fewer evaluations, all replies are recent.

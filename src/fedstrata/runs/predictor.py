@@ -120,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.safetensors``, and ``model.json``, which contains checksums of both files.
+    """Write ``model.safetensors`` and ``model.json``. The file ``model.json`` contains checksums of both files.
 
     Args:
         folder: The run folder.
@@ -356,7 +356,7 @@ class Predictor:
 
 @contextmanager
 def _batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm normalise with each batch's statistics, and leave its running statistics unchanged."""
+    """Let BatchNorm normalise with each batch's statistics, and leave the running statistics unchanged."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     tracked = [layer.track_running_stats for layer in norms]
     try:
@@ -582,7 +582,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Raise ``SpecError`` if a tensor's name, dtype or shape differs between the module and the file.
 
-    Files of earlier versions also contain frozen parameters, which the model then uses.
+    If a file of an earlier version contains frozen parameters, the model uses these parameters.
     """
     stored_frozen = {name: tensor for name, tensor in model.untrained.frozen.items() if name in tensors}
     expected = {**model.params(), **model.buffers(), **stored_frozen}

@@ -238,7 +238,7 @@ class RunFolder:
         self._log(EVENTS, *simulation.events)
 
     def log(self, record: Mapping[str, Any], simulation: Simulation) -> None:
-        """Append the record of a round to ``metrics.jsonl``, and its events to ``events.jsonl``."""
+        """Append the record of a round to ``metrics.jsonl``, and the round's events to ``events.jsonl``."""
         self.history.append(record)
         self.write_events(simulation)
         self._log(METRICS, record)

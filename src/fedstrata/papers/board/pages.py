@@ -41,7 +41,7 @@ def write(
         protocol: Protocol of the board.
         columns: Columns to show.
         entries: Entries (methods and compositions) to show.
-        out: Folder that contains the results, and to which the page is written.
+        out: Folder that contains the results, and will contain the page.
         summary: Path of the JSON file. Default: ``SUMMARY`` in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
 
 
 def _table(verdicts: Verdicts) -> list[str]:
-    """Return a table with a row per entry, best rank first. Entries with missing seeds come last."""
+    """Return a table with one row per entry, sorted by rank. Entries with missing seeds come last."""
     ranked = verdicts.rankings["accuracy"].ranks if "accuracy" in verdicts.rankings else {}
     names = [*ranked, *(name for name in verdicts.outcomes if name not in ranked)]
     headings = [
@@ -306,7 +306,7 @@ def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
 
 
 def _entries(protocol: Protocol) -> dict[str, Any]:
-    """Return values for ``about.md``: numbers of entries and columns, and a table of the compositions' parts."""
+    """Return the data for ``about.md``: numbers of entries and columns, and a table of the compositions' parts."""
     methods, rows = [*METHODS], []
     for name, method in protocol.compositions.items():
         parts = [f"{choice.replace('_', ' ')} `{method[choice]}`" for choice in CHOICES if choice in method]

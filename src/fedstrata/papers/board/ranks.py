@@ -22,7 +22,7 @@ class Ranking:
         blocks: Number of blocks.
         p: p-value of Friedman's test, whose null hypothesis is that all methods have the same distribution of ranks;
             None if all values are equal.
-        critical: Critical difference of Nemenyi's test. Average ranks that differ by less cannot be distinguished.
+        critical: Critical difference of Nemenyi's test. Smaller differences between average ranks are not significant.
     """
 
     ranks: Mapping[str, float]
@@ -39,7 +39,7 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
             value in a block has the last rank in this block.
 
     Returns:
-        The ranking. None if there are fewer than the three methods and two blocks that Friedman's test requires.
+        The ranking. None if Friedman's test is impossible, because there are fewer than three methods or two blocks.
     """
     from scipy.stats import friedmanchisquare, rankdata
 

@@ -27,7 +27,7 @@ REFUSED = "refused"
 TRAFFIC = ("bytes_up", "bytes_down")
 """Metrics whose sum is the number of bytes that a run sends."""
 LATE = 0.2
-"""The last part of a run, as a fraction of the rounds. Accuracies are means over the evaluations in this part."""
+"""The length of a run's last part as a fraction of the run. Accuracies are means over the evaluations in this part."""
 
 
 def results_of(out: Path, column: Column) -> Results:
@@ -48,7 +48,7 @@ def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dic
 
 
 def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
-    """Return the reason why an entry cannot be trained in a column's setting; None if a reason is not known."""
+    """Return the reason why an entry cannot be trained in a column's setting; None if no reason is known."""
     reasons = (results.get(cell.hash, {}).get(REFUSED) for cell, _ in trials)
     return next((str(reason) for reason in reasons if reason is not None), None)
 
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run experiments that do not have a result yet, until none of the rest can run in this process."""
+        """Run the experiments without a result, until this process can run none of the remaining experiments."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))

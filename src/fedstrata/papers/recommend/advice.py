@@ -137,8 +137,8 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
     """Choose the methods to compare, with reasons.
 
     Methods that are significantly better than FedAvg in the nearest column come first, and significantly worse methods
-    are left out. Both apply only if this column is similar to the spec (see ``Column.alike``). The methods of the rules
-    follow: the first method of each rule, then the second method of each rule, and so on.
+    are left out. A column that is not similar to the spec (see ``Column.alike``) does not affect the choice. The
+    methods of the rules follow: the first method of each rule, then the second method of each rule, and so on.
 
     Args:
         measured: Measured properties of the spec.

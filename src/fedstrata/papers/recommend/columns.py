@@ -31,7 +31,7 @@ BASELINE = "fedavg"
 CLEAR = 0.1
 """Two specs differ clearly in a property if the distance between their values exceeds this number; see ``apart``.
 
-In our measurements, two specs of a column that differ only in the seed never differ clearly."""
+In our measurements, another seed in a column's spec never causes a clear difference."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _columns(advice: Advice) -> Iterator[str]:
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[Text]:
-    """Yield a heading and its lines. Without lines, do not yield the heading."""
+    """Yield a heading and its lines; nothing if there are no lines."""
     from rich.text import Text
 
     if listed := list(lines):

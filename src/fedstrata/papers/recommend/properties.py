@@ -39,8 +39,8 @@ class Properties:
             equally often.
         classes: Number C of classes with samples at clients.
         classes_per_client: Mean number of classes of a client, divided by C.
-        label_skew: Mean over clients of the total variation distance between the client's class shares and the class
-            shares of all samples.
+        label_skew: Total variation distance between a client's class shares and the class shares of all samples,
+            averaged over clients.
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
         online_skew: Total variation distance between the class shares of all samples and the class shares of online
             clients' samples. Samples of online clients are added up over all rounds.
@@ -182,7 +182,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return, for each round and class, whether all clients that take part lack samples of the class.
+    """Return, for each round and class, whether no client that takes part has samples of the class.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
@@ -195,7 +195,7 @@ def without_holder(holds: Bools, takes_part: Bools) -> Bools:
 
 
 def longest(absent: Bools) -> int:
-    """Return the maximum number of consecutive rounds in which a class is absent, over all classes.
+    """Return, over all classes, the maximum number of consecutive rounds in which a class is absent.
 
     Args:
         absent: Whether each class is absent in each round, shape (rounds, C).

@@ -33,13 +33,13 @@ class Simulated(NamedTuple):
 
 
 def simulate(prepared: Prepared, seed: int) -> Simulated:
-    """Simulate which clients are online and which clients are invited in all rounds.
+    """Simulate, for each round, which clients are online and which clients are invited.
 
     The spec's client sampler invites the clients. If this sampler needs results of training, ``Uniform`` replaces it.
 
     Args:
         prepared: The prepared experiment.
-        seed: Seed of the simulation. The partition still depends on the spec's seed.
+        seed: Seed of the simulation. The partition depends on the spec's seed, not on this seed.
     """
     spec, config = prepared.spec, replace(prepared.config, seed=seed)
     clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())
