@@ -261,7 +261,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules with which secure sums add up replies to requests of training and of the data sampler."""
+        """Return the rules by which secure sums add up replies to training requests and the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 

@@ -170,7 +170,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return an update plus the stored encoding error. The age of the error determines the error's factor."""
+    """Return an update plus the stored encoding error times a factor that depends on the age of the error."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change

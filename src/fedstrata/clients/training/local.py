@@ -206,7 +206,7 @@ class TrainingSetup:
 
 
 def shared_setup(context: ClientContext) -> TrainingSetup:
-    """Return the training setup for the run's objective, which all clients of a process share."""
+    """Return the training setup that all clients of a process share, for the run's objective."""
     return TrainingSetup.of(context, context.objective)
 
 
