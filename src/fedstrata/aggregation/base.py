@@ -159,7 +159,7 @@ class Aggregator(Setting):
 
     @property
     def share(self) -> str:
-        """The kind of weights in secure sums: by number of samples (``"samples"``), or equal for all clients."""
+        """The weights in secure sums: in proportion to numbers of samples (``"samples"``), or equal for all clients."""
         return "samples" if self.needs_counts else EQUAL.name
 
     def summands(self, bounds: Bounds) -> Summands:

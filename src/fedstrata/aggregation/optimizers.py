@@ -1,4 +1,4 @@
-"""Update the global model on the server with an optimiser, from the clients' combined update or gradient."""
+"""Update the global model with the server's optimiser, which gets the clients' combined update or gradient."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Aggregate robustly, so that false updates from a few clients have little influence on the global model.
 
-All clients that replied have equal weights, regardless of their reported numbers of samples and numbers of draws.
+All clients that replied have equal weights, regardless of their numbers of draws and their reported numbers of samples.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Recipe(Method):
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the handlers of the requests of the method, its samplers, its objective and its aggregator."""
+        """Return the handlers of all requests that the method, its samplers, its objective and its aggregator send."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:

@@ -149,7 +149,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
         generator: The random generator.
 
     Returns:
-        The drawn items, shape (count,). Each item appears as often as its expected number of draws, rounded down or up.
+        The drawn items, shape (count,). Each item's number of draws is the expected number, rounded down or up.
     """
     order = generator.permutation(items)
     # Imagine the items one after another on a line, where the length of an item is its size times ``count``. Pointers

@@ -1,4 +1,4 @@
-"""Answer requests for which codecs compress the model, the update in the reply, or both.
+"""Answer requests with codecs, which compress the model, the update in the reply, or both.
 
 The client computes the server's model from the most recent model that it received and from the later changes. The
 client then answers the inner request, encodes the update in its reply, and stores the encoding error.
