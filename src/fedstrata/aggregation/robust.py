@@ -159,7 +159,7 @@ class Krum(RobustAggregator):
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the first of the updates with the smallest score.
+        """Return the update with the smallest score, or the first of several such updates.
 
         >>> Krum(attackers=0).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.0]

@@ -22,7 +22,7 @@ class HeadTuning(Setting):
 
     Args:
         per_class: Number of samples per class for training the head.
-        steps: Number of gradient steps per training of the head.
+        steps: Number of gradient steps for training the head.
         lr: Learning rate for training the head.
         momentum: Momentum for training the head.
         weight_decay: Factor of the L2 penalty on the head's parameters.

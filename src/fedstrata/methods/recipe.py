@@ -335,7 +335,7 @@ class Recipe(Method):
         Args:
             federation: The federation.
             clients: The invited clients.
-            request: The request, with the global model.
+            request: The request, which contains the global model.
             starts: The model from which each client starts; None if all clients start from the global model.
         """
         expected = self.objective.expected(request.weights, federation.config)
