@@ -104,7 +104,7 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model that is evaluated, and saved at the end of a run. Default: the global model."""
+        """Return the model to evaluate, and to save at the end of a run. Default: the global model."""
         return weights
 
     def combine(
@@ -116,7 +116,7 @@ class Aggregator(Setting):
 
         Args:
             weights: The global model of the round.
-            state: The state after the previous round. In this base class, the state belongs to the server optimiser.
+            state: The state after the previous round. In this base class, this is the server optimiser's state.
             selection: The invited clients, and how they were drawn.
             replies: A mapping from each client to its reply, in ascending order of clients. An invited client is
                 missing if it was absent or late, if it failed, or if the server refused its reply.
@@ -159,7 +159,7 @@ class Aggregator(Setting):
 
     @property
     def share(self) -> str:
-        """The kind of weights in secure sums: by number of samples (``"samples"``), or equal for all clients."""
+        """The weights in secure sums: in proportion to numbers of samples (``"samples"``), or equal for all clients."""
         return "samples" if self.needs_counts else EQUAL.name
 
     def summands(self, bounds: Bounds) -> Summands:
@@ -293,15 +293,15 @@ class HorvitzThompson(Aggregator):
     """An unbiased estimate of the clients' mean update, for draws with known probabilities (Horvitz, Thompson 1952).
 
     The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, and client k was drawn
-    draws_k times. Stratum h had m_h draws, each of which picks client k with probability p_k. For draws without
-    replacement, the weight is 1 / (N π_k), where π_k is the probability that client k is drawn. The weights add up to 1
-    only on average, so they are applied to updates and not to whole models.
+    draws_k times. There were m_h draws from stratum h, and each of these draws picked client k with probability p_k.
+    For draws without replacement, the weight is 1 / (N π_k), where π_k is the probability that client k is drawn. The
+    weights add up to 1 only on average, so they are applied to updates and not to whole models.
     """
 
     needs_replies = "gives each client a weight that depends on its probability of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the probabilities of draws are unknown, or if some strata might never be drawn.
+        """Raise ``SpecError`` if the probabilities of draws are unknown, or if a stratum might never get a draw.
 
         The probabilities are known for draws with replacement, systematic draws and uniform draws.
         """

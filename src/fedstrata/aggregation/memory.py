@@ -47,7 +47,7 @@ class Intervals(Remembering):
 
     Args:
         cutoff: Maximum interval K between two replies of a client, in rounds. A smaller K lowers the weights of clients
-            that rarely reply, which adds bias.
+            that rarely reply, and thus adds bias.
     """
 
     cutoff: PositiveInt = 50

@@ -1,4 +1,4 @@
-"""Update the global model on the server with an optimiser, from the clients' combined update or gradient."""
+"""Update the global model with the server's optimiser, which gets the clients' combined update or gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BETAS = (0.9, 0.99)
 
 
 class ServerOptimizer(Setting):
-    """SGD with momentum or an adaptive optimiser on the server (Reddi et al. 2021).
+    """The server's optimiser: SGD with momentum, or an adaptive optimiser (Reddi et al. 2021).
 
     The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step computes m ← β₁
     m + (1 − β₁) g, then the new v, and then w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v −
@@ -108,8 +108,8 @@ class Stepper:
     def step(self, gradient: Params, samples: float = 1) -> None:
         """Take one step with the gradient g = ``gradient / samples``. The argument ``gradient`` is a sum over samples.
 
-        A step of SGD is v ← momentum · v + g and w ← w − η v. If possible, the last operation includes the division by
-        ``samples``, which saves a pass over memory.
+        A step of SGD is v ← momentum · v + g and w ← w − η v. To save a pass over memory, the last operation includes
+        the division by ``samples`` if possible.
         """
         weights, total, n = list(self.params.values()), [gradient[name] for name in self.params], float(samples)
         if self.settings.weight_decay:

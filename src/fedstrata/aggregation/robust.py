@@ -1,6 +1,6 @@
 """Aggregate robustly, so that false updates from a few clients have little influence on the global model.
 
-All clients that replied have equal weights, regardless of their reported numbers of samples and numbers of draws.
+All clients that replied have equal weights, regardless of their numbers of draws and their reported numbers of samples.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Krum(RobustAggregator):
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the first of the updates with the smallest score.
+        """Return the update with the smallest score, or the first of several such updates.
 
         >>> Krum(attackers=0).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.0]

@@ -69,7 +69,7 @@ class ClientContext:
         forms: A function that returns, for each kind of request, how secure sums (``privacy.sums``) add up the replies.
         prepared: The results that ``cached`` stores, as a mapping from each function to its result.
         keys: Secret keys that are known to all clients but not to the server. Only Stratify uses these keys.
-        secret: Whether the operating system provides the clients' random numbers, instead of the spec's seed, which the
+        secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
             server knows. Sites of a deployment need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
         member: The object that takes part in secure sums for the site; None in simulations, and in runs without secure
             sums.
@@ -106,7 +106,7 @@ class Client:
     Args:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
-        state: The values that the client stored during earlier requests. A handler may replace entries, but must not
+        state: The values that the client stored during earlier requests. A handler may replace values, but must not
             change a value in place: if the reply is refused, the old state remains valid.
         group: The connection to the clients that run at the same time, for adding up tensors (``all_reduce_sum``); None
             if the client runs alone.
@@ -196,7 +196,7 @@ class Client:
 class StateStore:
     """The states that clients keep between requests.
 
-    If the states exceed ``memory``, the states that were not used for the longest time move to the disk.
+    If the states exceed ``memory``, the least recently used states move to the disk.
 
     Args:
         memory: Maximum total size of the states in memory, in bytes.

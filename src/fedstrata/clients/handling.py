@@ -1,8 +1,8 @@
 """Mark and find handlers, the functions with which clients answer requests.
 
-A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` collects marked
-functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers. ``Method.handlers`` contains
-the handlers of a user's own method.
+A decorator marks a function with the Python class of the requests that the function answers. ``Handlers`` collects
+marked functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers. ``Method.handlers``
+contains the handlers of a user's own method.
 """
 
 from __future__ import annotations

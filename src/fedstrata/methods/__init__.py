@@ -1,1 +1,1 @@
-"""Federated methods. Most are recipes: combinations of samplers, an objective and an aggregator."""
+"""Federated methods. Most methods are recipes: combinations of samplers, an objective and an aggregator."""

@@ -121,7 +121,7 @@ class Method(Setting):
         """Run one round, and return the new state and the round's metrics."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """Return the model that is evaluated, and saved at the end of a run. Default: ``state.weights``."""
+        """Return the model to evaluate, and to save at the end of a run. Default: ``state.weights``."""
         weights: Weights = state.weights
         return weights
 

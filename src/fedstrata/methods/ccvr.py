@@ -69,7 +69,7 @@ class CCVR(Recipe, HeadTuning):
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Return True if the server calibrates the head after ``round`` (counted from 1) of ``rounds``."""
+        """Return True if the server calibrates the head after round number ``round`` of ``rounds``, counted from 1."""
         return round == rounds or (self.every is not None and round % self.every == 0)
 
     @override
@@ -100,7 +100,7 @@ class CCVR(Recipe, HeadTuning):
         return Weights({**weights.params, **state.calibrated}, weights.buffers)
 
     def calibrated_head(self, federation: Federation, weights: Weights) -> tuple[Params, float | None]:
-        """Return the parameters of the calibrated head, and the last loss. Without replies, return ``{}`` and None."""
+        """Return the calibrated head, and the loss before the last step. Without replies, return ``{}`` and None."""
         config = federation.config
         classes, size = config.outputs, config.model.feature_size
         replies = federation.ask(

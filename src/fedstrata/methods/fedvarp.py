@@ -11,8 +11,8 @@ from fedstrata.methods.recipe import Parts, Recipe
 class FedVARP(Recipe):
     """FedAvg that uses the last update of every client to reduce the variance from client sampling.
 
-    The server stores the last update of each of the N clients, which takes as much memory as N models. See the
-    aggregator ``fedvarp``.
+    The last updates of all N clients, which the server stores, take as much memory as N models. See the aggregator
+    ``fedvarp``.
     """
 
     paper = "Jhunjhunwala et al. 2022, FedVARP: Tackling the Variance Due to Partial Client Participation (UAI)"

@@ -17,12 +17,12 @@ from fedstrata.federation.messages import Params, Weights
 class HeadTuning(Setting):
     """Training of the model's head by full-batch gradient descent, on samples **that no client has**.
 
-    Every training of the head uses the same samples. The server computes the features (the head's input) once, before
-    the first step, in evaluation mode. The clients' optimiser (``training.optimizer``) has no effect.
+    The head is always trained on the same samples. The server computes the features (the head's input) once, before the
+    first step, in evaluation mode. The clients' optimiser (``training.optimizer``) has no effect.
 
     Args:
         per_class: Number of samples per class for training the head.
-        steps: Number of gradient steps per training of the head.
+        steps: Number of gradient steps for training the head.
         lr: Learning rate for training the head.
         momentum: Momentum for training the head.
         weight_decay: Factor of the L2 penalty on the head's parameters.

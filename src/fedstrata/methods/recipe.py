@@ -168,7 +168,7 @@ class Recipe(Method):
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the handlers of the requests of the method, its samplers, its objective and its aggregator."""
+        """Return the handlers of all requests that the method, its samplers, its objective and its aggregator send."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:
@@ -261,7 +261,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules with which secure sums add up replies to requests of training and of the data sampler."""
+        """Return the rules by which secure sums add up replies to training requests and the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
@@ -335,7 +335,7 @@ class Recipe(Method):
         Args:
             federation: The federation.
             clients: The invited clients.
-            request: The request, with the global model.
+            request: The request, which contains the global model.
             starts: The model from which each client starts; None if all clients start from the global model.
         """
         expected = self.objective.expected(request.weights, federation.config)

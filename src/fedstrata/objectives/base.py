@@ -124,7 +124,7 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The names of the tensor groups in a client's message that the server may add up over rounds.
+    """In a client's message, the names of the tensor groups that the server may add up over rounds.
 
     Codecs with error feedback encode only these groups.
     """
@@ -140,7 +140,7 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message from ``client_final``, for ``fedstrata asks``; empty without a message.
+        """A description of the message from ``client_final``, for ``fedstrata asks``; empty if there is no message.
 
         A subclass that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.

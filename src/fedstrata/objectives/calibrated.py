@@ -1,8 +1,8 @@
 """Compute cross-entropy on calibrated logits, to compensate for label skew.
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) defines the scale. FedLC (Zhang et al.
-2022) and balanced softmax (Ren et al. 2020; Chen and Chao 2022) define the shift. The loss is PyTorch's cross-entropy
-of the new logits, which equals the papers' formulas.
+2022) and balanced softmax (Ren et al. 2020; Chen and Chao 2022) define the shift. The loss, PyTorch's cross-entropy of
+the new logits, equals the papers' formulas.
 """
 
 from __future__ import annotations

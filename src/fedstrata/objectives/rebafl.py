@@ -52,9 +52,9 @@ class Rebalanced(CountsIdle):
     become h̃ = P[c_j] + λ (h − P[y]), and get the label c_j. The prototype of class c is P[c], which the client
     computes with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18).
     The labels c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed.
-    If a batch has fewer samples than the number of classes with a prototype, the last classes get no augmented
-    features. Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or
-    dropout, the mean of h − P[y] is therefore not 0.
+    If a batch has fewer samples than there are classes with a prototype, the last classes get no augmented features.
+    Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,
+    the mean of h − P[y] is therefore not 0.
 
     Args:
         epsilon: Smoothing ε of the class prior, from the client's class fractions (0) to a uniform prior (1).
@@ -189,7 +189,7 @@ class Rebalanced(CountsIdle):
 
         Returns:
             The augmented features P[c_j] + λ (h_j − P[y_j]), shape (B, d), and their new labels c_j, shape (B,). The
-            docstring of the class defines the symbols.
+            docstring of ``Rebalanced`` defines the symbols.
         """
         P: Tensor = context.derived["prototypes"]
         positions = torch.arange(len(labels), device=labels.device)

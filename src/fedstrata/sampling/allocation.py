@@ -16,8 +16,8 @@ Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proporti
 
 - ``neyman`` is Neyman's optimal allocation (see ``allocated``), in which a stratum may get no draw, as in the authors'
   published code.
-- ``neyman-random`` is Neyman's allocation with a minimum for each stratum (see ``FLOOR``), rounded at random. Every
-  stratum can get a draw.
+- ``neyman-random`` is Neyman's allocation, rounded at random. Every stratum can get a draw, because its mean number of
+  draws has a minimum (see ``FLOOR``).
 - ``neyman-at-least-one`` is Neyman's allocation with at least one draw for every stratum.
 - ``proportional`` allocates draws in proportion to the number of clients, with at least one draw for every stratum.
 """
@@ -149,7 +149,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
         generator: The random generator.
 
     Returns:
-        The drawn items, shape (count,). Each item appears as often as its expected number of draws, rounded down or up.
+        The drawn items, shape (count,). Each item's number of draws is the expected number, rounded down or up.
     """
     order = generator.permutation(items)
     # Imagine the items one after another on a line, where the length of an item is its size times ``count``. Pointers
@@ -163,7 +163,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator | None = None
 ) -> tuple[Ints, Floats]:
-    """Allocate draws to strata, and return each stratum's number of draws and probability of at least one draw.
+    """Allocate draws to strata, and return each stratum's number of draws, and its probability of at least one draw.
 
     In Neyman's optimal allocation, the number of draws is proportional to stratum size times spread (FedSTS, Eq. 5). If
     all spreads are zero, draws are allocated in proportion to stratum size.

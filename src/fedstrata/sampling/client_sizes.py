@@ -162,8 +162,8 @@ def size_report(federation: Federation, epsilon: float | None = None, bound: int
 
     Args:
         federation: The federation, which provides the number of the round.
-        epsilon: The privacy parameter ε; None if clients report their true numbers. With None, ``bound`` of the request
-            is 0, and ``alpha`` is 1.
+        epsilon: The privacy parameter ε; None if clients report their true numbers. The request then has ``bound = 0``
+            and ``alpha = 1``.
         bound: The public bound M on a client's number of samples. The bound is used only with ``epsilon``.
     """
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))

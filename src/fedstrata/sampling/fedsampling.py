@@ -1,4 +1,4 @@
-"""Draw samples from the data of all clients, instead of drawing clients, as in FedSampling (Qi et al. 2023)."""
+"""Draw samples from all clients' data, instead of drawing clients: FedSampling (Qi et al. 2023)."""
 
 from __future__ import annotations
 

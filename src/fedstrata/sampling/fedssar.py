@@ -1,4 +1,4 @@
-"""Choose clients with FedSSAR's sampler, which forms clusters of similar clients and draws more from large clusters."""
+"""Choose clients as in FedSSAR: form clusters of similar clients, and draw more clients from large clusters."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Graph(ClientSampler):
         return GraphState(labels, np.zeros(len(labels.known), dtype=np.int64))
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Choose the clients of the round. If invitations are counted, increase these clients' counts by 1."""
+        """Choose the clients of the round. If invitations are counted, add 1 to the count of each chosen client."""
         known, counts, times = state.labels.known, state.labels.counts, state.times
         places = np.flatnonzero(np.isin(known, federation.candidates()))
         m = min(federation.config.training.invited(federation.config.clients), len(places))

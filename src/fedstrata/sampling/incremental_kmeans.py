@@ -5,7 +5,7 @@ strata are updated. When centres move, some rows may become nearer to another ce
 rows another centre may now be the nearest. Only these rows are compared with the centres (Hamerly 2010, Making k-means
 even faster). The result is the same as if every row were compared with every centre.
 
-If 100 of 10,000 clients change per round, incremental k-means is four times as fast as k-means from scratch
+If 100 of 10,000 rows change per round, incremental k-means is four times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
 """
 
@@ -57,7 +57,7 @@ class Clusters:
         Args:
             points: The rows, shape (n, d).
             norms: The norm of every row, shape (n,).
-            labels: The stratum of each row in 0 … H − 1, shape (n,). No stratum may be empty.
+            labels: The stratum of each row in 0 … H − 1, shape (n,). Each stratum has at least one row.
         """
         count = int(labels.max()) + 1
         sums = np.stack([points[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
@@ -96,7 +96,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, points: Floats32, norms: Floats) -> Clusters:
-        """Take steps, at most ``STEPS``, until each row belongs to its nearest centre. See ``of`` for the arguments."""
+        """Take at most ``STEPS`` steps, until each row belongs to its nearest centre. See ``of`` for the arguments."""
         scale = _scale(norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
@@ -161,7 +161,7 @@ def _distances(points: Floats32, norms: Floats, centres: Floats32, scale: float)
 
 
 def _bounds(distances: Floats, labels: Ints) -> tuple[Floats, Floats]:
-    """Return each row's distance to its own centre and to the nearest other centre (infinite with only one centre)."""
+    """Return each row's distance to its own centre and to the nearest other centre (infinite if there is no other)."""
     rows = np.arange(len(labels))
     others = distances.copy()
     others[rows, labels] = np.inf

@@ -26,7 +26,7 @@ class LabelReply(Reply):
 
     Args:
         labels: The labels, int64, in random order.
-        counts: The number of samples of each label, int64, in the same order.
+        counts: The number of samples of each label, int64, in the order of ``labels``.
     """
 
     labels: Tensor
@@ -71,7 +71,7 @@ class LabelCounts:
     def ask(cls, federation: Federation) -> LabelCounts:
         """Ask every client for its label counts before the first round.
 
-        A sampler or method that calls this function in ``init`` must list ``allowed_label_counts()`` in ``allowed``.
+        If ``init`` of a sampler or method calls this function, ``allowed`` must return ``allowed_label_counts()``, too.
         """
         strata = federation.config.strata
 

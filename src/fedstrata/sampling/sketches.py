@@ -2,8 +2,8 @@
 
 A sketch is a random projection of the model's parameters to K numbers; see ``project``. The projection is linear, so
 the sketch of an update is the difference of two sketches. On average, the squared distance between two sketches equals
-the squared distance between the models. The relative standard deviation of the squared distance is √(2/K), which is 3 %
-for K = 2,048 and models of any size. A model of at most K parameters is stored unchanged.
+the squared distance between the models. The relative standard deviation of the squared distance is √(2/K), for models
+of any size: 3 % for K = 2,048. A model of at most K parameters is stored unchanged.
 
 FedSTaS also quantizes the projected gradient, so that a client sends only a few values, and one small code for each
 coordinate ("information squeeze").
@@ -141,7 +141,7 @@ def sketch_length(params: Params, coordinates: int) -> int:
 
 @record("CompressReply")
 class CompressReply(Reply):
-    """The gradient of a client's loss, quantized if the request asks for it.
+    """The gradient of a client's loss, quantized if the request asks for quantization.
 
     Args:
         centres: The d' values X that occur in the quantized gradient, shape (d',), float32. Without quantization, X

@@ -36,10 +36,10 @@ Start = Literal["k-means++", "random"]
 Draws = Literal["sequential", "systematic"]
 
 LARGE = 1000
-"""Up to this number of clients, all clients send new gradients in every round by default."""
+"""By default, all clients send new gradients in every round if there are at most ``LARGE`` clients."""
 
 FITTED = 1000
-"""Up to this number of clients, k-means and the spread of each stratum use all clients.
+"""With at most ``FITTED`` clients, k-means and the spread of each stratum use all clients.
 
 With more clients, k-means and the spread use a random subset of this size. All other clients join the stratum with the
 nearest centre.
@@ -115,7 +115,7 @@ class Stratified(ClientSampler):
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least one draw. ``proportional``: in proportion to the
             stratum's size, but at least one draw. Default: ``neyman-random`` if draws are systematic or with
-            replacement. Otherwise ``neyman`` with ``refresh = "all"``, and ``neyman-at-least-one`` with ``refresh =
+            replacement. Otherwise: ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh =
             "participants"``.
     """
 
@@ -434,8 +434,8 @@ def draw(
         norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: The random generator.
-        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, ``probability`` of
-            the result is the client's inclusion probability, divided by the number of draws from the stratum.
+        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, the result's
+            ``probability`` is the client's inclusion probability, divided by the number of draws from the stratum.
     """
     probability, times = np.zeros(len(clients)), np.zeros(len(clients), dtype=np.int64)
     for h in range(len(sizes)):

@@ -80,7 +80,7 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return which clients are certainly drawn if m clients are drawn in proportion to size, as booleans, shape (N,).
+    """Return booleans, shape (N,): which clients are certainly drawn if m clients are drawn in proportion to size.
 
     A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated with the
     remaining clients and draws until no further client passes.

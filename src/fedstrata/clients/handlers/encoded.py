@@ -1,4 +1,4 @@
-"""Answer requests for which codecs compress the model, the update in the reply, or both.
+"""Answer requests with codecs, which compress the model, the update in the reply, or both.
 
 The client computes the server's model from the most recent model that it received and from the later changes. The
 client then answers the inner request, encodes the update in its reply, and stores the encoding error.
@@ -170,7 +170,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return an update plus the stored encoding error. The age of the error determines the error's factor."""
+    """Return an update plus the stored encoding error times a factor that depends on the age of the error."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change

@@ -1,4 +1,4 @@
-"""Answer secure-sum requests with vectors of integers modulo 2³², with or without masks."""
+"""Answer secure-sum requests with masked or unmasked vectors of integers modulo 2³²."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @handles(Masked)
 def answer(client: Client, request: Masked) -> MaskedReply:
-    """Answer the request inside a secure-sum request with a vector of integers modulo 2³².
+    """Answer a secure-sum request: encode the reply to the inner request as a vector of integers modulo 2³².
 
     With masks, the client's new state takes effect only when the server reports that it has unmasked the sum.
     """

@@ -52,9 +52,9 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """The task's loss, restricted to the parameters that another objective trains and that clients send.
+    """The task's loss, restricted to the parameters that a given objective trains and that clients send.
 
-    Therefore, sketches of models trained with this loss can be compared with sketches of models trained with the other
+    Therefore, sketches of models trained with this loss can be compared with sketches of models trained with the given
     objective.
     """
 
@@ -62,7 +62,7 @@ class _TrainsLike(CrossEntropy):
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy, restricted to the parameters that ``objective`` trains and clients send."""
+        """Return cross-entropy, restricted to the parameters that ``objective`` trains and that clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()
@@ -70,7 +70,7 @@ class _TrainsLike(CrossEntropy):
         return cross_entropy
 
     def trains(self, name: str, model: Model) -> bool:
-        """Return True if the other objective trains the parameter ``name`` and clients send this parameter."""
+        """Return True if the given objective trains the parameter ``name`` and clients send this parameter."""
         return self._other.trains(name, model) and not self._other.stays(name, model)
 
 

@@ -24,7 +24,7 @@ def augmented(
 
     Args:
         context: The context of the client.
-        x: The inputs of the batch, which may change in place.
+        x: The inputs of the batch, which the function may change in place.
         client: The client.
         round: The round, counted from 1.
         step: The client's step in this round, counted from 0.

@@ -1,4 +1,4 @@
-"""Choose the device on which clients compute: the CPU, or a GPU with copies of the model and of data sets that fit."""
+"""Choose the device on which clients compute, and copy the model (and data sets that fit) to a GPU."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ OBJECTIVE = "objective"
 """The key under which a client's state stores the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""A client's inputs up to this size (in bytes, as floats) are converted to floats once per round. Larger inputs are
-converted batch by batch.
+"""If a client's inputs have at most this size (in bytes, as floats), they are converted to floats once per round.
+Larger inputs are converted batch by batch.
 """
 
 
@@ -206,7 +206,7 @@ class TrainingSetup:
 
 
 def shared_setup(context: ClientContext) -> TrainingSetup:
-    """Return the training setup for the run's objective, which all clients of a process share."""
+    """Return the training setup that all clients of a process share, for the run's objective."""
     return TrainingSetup.of(context, context.objective)
 
 

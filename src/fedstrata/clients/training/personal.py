@@ -1,4 +1,4 @@
-"""Train the personal parts of clients: local layers, a first training stage, personal models, and fine-tuning."""
+"""Run the personal parts of local training: local layers, a first training stage, personal models, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PERSONAL = "personal"
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return the model ``weights``, in which layers that stay at the client have the client's own values.
+    """Return the model ``weights``, but with the client's own values in layers that stay at the client.
 
     If the client stores no layers, return the model unchanged.
     """
@@ -77,7 +77,7 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
         round: The round, counted from 1.
 
     Returns:
-        The model, of which only the stage's parameters have changed, and the total number of samples in all batches.
+        The model, with changes only in the stage's parameters, and the total number of samples in all batches.
     """
     stage = client.context.objective.first_stage()
     if stage is None:

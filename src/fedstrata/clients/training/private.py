@@ -108,7 +108,7 @@ class NoisyGradient:
     def of(
         cls, client: Client, model: Model, objective: Objective, context: Context, round: int, samples: int
     ) -> NoisyGradient:
-        """Create the gradient of DP-SGD for a client's round.
+        """Create a ``NoisyGradient`` for a client's round.
 
         The argument ``samples`` is the client's number of samples.
         """

@@ -8,8 +8,8 @@ A model cannot be traced if its operations depend on values of tensors, or if it
 Models that cannot be traced are trained with autograd. The results are the same, except that sums may be computed in a
 different order.
 
-Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
-network (``benchmarks/fast_paths.py``).
+With single samples, a trace makes Stratify 2.4 times as fast as autograd does on an MLP, and 1.9 times as fast on a
+convolutional network (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return a product's factors, and the tensors whose memory the factors share, as nodes.
+    """Return the nodes of a product's factors and of the tensors whose memory the factors share.
 
     For example, the transpose of a matrix shares the matrix's memory.
     """
