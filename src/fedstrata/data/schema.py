@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """The accepted cells of a boolean column, in lower case, and their values."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
-"""The accepted cells of a column that marks test samples. The value of a cell is 1 for test samples, otherwise 0."""
+"""The accepted cells of a column that marks test samples. The value 1 means a test sample, 0 a training sample."""
 MANY = 20
 """A category column with more non-missing cells than this number causes a warning if most cells are distinct."""
 MOST_CATEGORIES = 100
@@ -51,7 +51,7 @@ class Column(Setting):
         categories: Allowed categories. Default: all categories in the table.
         missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
-            ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
+            ``most-frequent``: a statistic of the training rows. ``constant``: the content of ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
         step: Rounding step: numbers are rounded to multiples of this number before ``median`` or ``most-frequent`` is
             computed. In deployments, ``median`` and ``most-frequent`` require ``step``.
@@ -623,7 +623,7 @@ def _without_rule(table: Table, schema: Schema) -> list[str]:
 
 
 def _rules(name: str, column: Column) -> str:
-    """Return spec lines that set a suitable rule for the missing values of a column."""
+    """Return lines for a spec that set a suitable rule for the missing values of a column."""
     key = _key(name)
     first = f"{key} = {{ impute = '{'most-frequent' if column.type in ('category', 'boolean') else 'median'}' }}"
     if column.type != "category":

@@ -348,7 +348,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
 
 
 def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
-    """Return a copy of the model in training mode, whose parameters stay loaded for all batches."""
+    """Return a copy of the model in training mode, and its parameters, which stay loaded for all batches."""
     model = context.config.model.clone()
     return model, model.load_for_good(train=True)
 

@@ -1,7 +1,7 @@
 """Count samples under encryption: the server adds up encrypted counts, and a client decrypts the totals.
 
-A *placeholder* is a number that stands for a label. On the server, the placeholders are 0 … P − 1. Clients know each
-placeholder by a random number, which is called the placeholder's *name*.
+A *placeholder* is a number that stands for a label. On the server, the placeholders are 0 … P − 1. Clients use a random
+number for each placeholder: the placeholder's *name*.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
         held: A mapping from each client to its placeholders, in the server's numbering.
-        names: The random number by which clients know each placeholder, shape (P,).
+        names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
         Two values: the entries of ``held`` for the clients that replied, and for each placeholder, the encrypted number
@@ -59,7 +59,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         federation: The federation, through which the server sends requests to clients.
         pages: The ciphertexts, which contain the totals sorted by name.
         held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
-        names: The random number by which clients know each placeholder, shape (P,).
+        names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
         The totals, shape (P,).

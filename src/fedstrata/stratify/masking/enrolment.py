@@ -42,8 +42,8 @@ class Roll:
 
     Args:
         masking: The mode of masking; see ``enrol``.
-        names: The random numbers by which clients know the P placeholders: a permutation of 0 … P − 1. All other fields
-            use the server's own numbers of the placeholders, 0 … P − 1.
+        names: The random number that clients use for each of the P placeholders: a permutation of 0 … P − 1. All other
+            fields use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: A mapping from each client to its sample counts, in the order of the client's placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
@@ -141,7 +141,7 @@ def enrol(
         masking: The form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares encrypted labels.
         weighted: Whether each client also reports, for each of its labels, which fraction of all samples with this
-            label it has.
+            label the client has.
         before: The result of an earlier enrolment; None for the first enrolment. After an earlier enrolment, the server
             asks only clients that are not enrolled yet, and placeholders keep their labels.
         watch: A function that is called with a phase's name when the phase begins. The phases are "unique list" (find
@@ -237,7 +237,7 @@ def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | 
 
 
 def _names(before: Roll | None, size: int) -> Ints:
-    """Return ``size`` random numbers, by which clients know the placeholders.
+    """Return ``size`` random numbers: one for each placeholder, for use in messages to clients.
 
     Placeholders of an earlier enrolment keep their random numbers.
     """

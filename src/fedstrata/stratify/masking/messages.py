@@ -317,7 +317,7 @@ class ShareReply(Reply):
     """For each label of a client, the fraction of all samples with this label that the client has.
 
     Args:
-        shares: The client's number of samples of each label, divided by the number of samples over all clients,
+        shares: For each label, the client's number of samples divided by the number of samples over all clients,
             float64, shape (L,).
     """
 
@@ -328,11 +328,10 @@ class ShareReply(Reply):
 class ShareReport(Request):
     """A request to report, for each label of the client, which fraction of all samples with this label the client has.
 
-    The fraction is the client's number of samples divided by the number of samples over all clients. Only weighted
-    selection needs this fraction.
+    Only weighted selection needs these fractions.
 
     Args:
-        totals: The number of samples over all clients, for each of the client's labels, int64, shape (L,).
+        totals: For each of the client's labels, the number of samples over all clients, int64, shape (L,).
     """
 
     reply_type: ClassVar[type[Reply]] = ShareReply
