@@ -37,7 +37,7 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        A call waits until all clients have made the call, so all clients must make the same number of calls. All
+        A call waits for the calls of all other clients, so all clients must make the same number of calls. All
         clients get exactly the same sum.
         """
         return self._group.add({self._number: tensor})

@@ -106,7 +106,7 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The reply to ``Reserve`` from a client that may move its samples to other batches.
+    """A client's reply to ``Reserve``, if the client may move its samples to other batches.
 
     The client moves samples because it never computes a gradient over fewer than ``privacy.min_samples`` samples.
 

@@ -20,7 +20,7 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""The maximum of ``chunk_size`` times the number of clients, which limits the memory for the plan of a chunk."""
+"""The maximum of ``chunk_size`` times the number of clients, to limit the memory for the plan of a chunk."""
 
 QUEUE = 2
 """The number of tasks that the server plans in advance, so that a client knows where to send the model.
@@ -130,7 +130,7 @@ class Route:
         """A mapping from a task's index in ``_sent`` to the trained labels, in the form of ``Task.places``."""
 
     def open(self) -> bool:
-        """Prepare for the next relay. Return True if some positions of the schedule are not trained yet."""
+        """Prepare for the next relay. Return True if the schedule still has positions to train on."""
         self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 

@@ -32,8 +32,8 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
-        Two values: the entries of ``held`` for the clients that replied, and for each placeholder, the encrypted number
-        of samples over these clients. The encrypted numbers are sorted by name, and each ciphertext contains many
+        Two values: ``held`` without the clients that did not reply, and the encrypted number of samples of each
+        placeholder over all other clients. The encrypted numbers are sorted by name, and each ciphertext contains many
         numbers.
     """
     slots, size = COUNTING.slots, len(names)
@@ -58,7 +58,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     Args:
         federation: The federation, through which the server sends requests to clients.
         pages: The ciphertexts, which contain the totals sorted by name.
-        held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
+        held: The placeholders (numbers that stand for labels) of each client with counted samples, as a mapping.
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
@@ -87,7 +87,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        A mapping from each client that replied to its counts, in the order of its placeholders. If the counts
+        The counts of each client that replied, as a mapping, in the order of the client's placeholders. If the counts
         contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}

@@ -1,4 +1,4 @@
-"""Enrol clients: the server learns sample counts and which clients have labels in common, but not the labels.
+"""Enrol clients: the server learns their numbers of samples, and which of them share labels, but not the labels.
 
 The server enrols clients before the first round, and whenever further clients join. A *placeholder* is a number that
 stands for a label. The server assigns placeholders in the order in which it discovers the labels. The order does not
@@ -246,7 +246,7 @@ def _names(before: Roll | None, size: int) -> Ints:
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Ask clients one by one until the list has all classes. Then compare all other clients' labels with the list."""
+    """Ask clients one by one until the list is complete. Then compare the remaining clients' labels with the list."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")

@@ -314,7 +314,7 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """For each label of a client, the fraction of all samples with this label that the client has.
+    """For each label of a client, the client's fraction of all samples with this label.
 
     Args:
         shares: For each label, the client's number of samples divided by the number of samples over all clients,
