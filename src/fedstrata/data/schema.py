@@ -206,8 +206,8 @@ class Schema(Setting):
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows (without ``client``: of all rows) held out for testing, stratified by
-            class. Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
+        test: Fraction of each client's rows (of all rows if ``client`` is not set) for testing, stratified by class.
+            Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
             test and ``false`` for train).
         delimiter: Character that separates the cells of a CSV file.
     """

@@ -262,8 +262,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: The number of seconds that a member waits for the other members. The group breaks when they have
-            passed. None means no limit; a member that fails must then always call ``abort``.
+        timeout: How many seconds a member waits for the other members before the group breaks. None means no limit; a
+            member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))

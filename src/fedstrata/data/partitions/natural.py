@@ -19,8 +19,8 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 class Natural(Partition):
     """One client, such as a hospital or device, for each client id in the data.
 
-    Arrays and ``.npz`` files contain the ids in ``client_train``. For a hub data set, ``data.client`` is the name of
-    the column with the ids; for a table, ``data.schema.client``. Clients are numbered in the order of their ids.
+    For arrays and ``.npz`` files, the ids are in ``client_train``; for hub data sets, in the column ``data.client``;
+    for tables, in the column ``data.schema.client``. Clients are numbered in the order of their ids.
 
     Args:
         clients: Number of clients to draw at random from the data. Default: all clients.

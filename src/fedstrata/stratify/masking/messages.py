@@ -206,7 +206,7 @@ class Enlisted(Reply):
 
 @record("Enlist")
 class Enlist(Request):
-    """A request to encrypt entries for those of the client's labels that are not on the server's list yet.
+    """A request to encrypt entries for the client's labels that are not on the server's list yet.
 
     Args:
         classes: The number C of classes.
@@ -280,7 +280,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of clients.
+        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of the label's clients.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
