@@ -119,7 +119,7 @@ class Statistics(Message):
         """Check that statistics from another party have the right shapes and plausible values.
 
         Raises:
-            DataError: The statistics do not describe the expected columns, or are impossible.
+            DataError: The statistics do not describe the expected columns, or have impossible values.
         """
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
@@ -302,7 +302,7 @@ class Unfitted:
         """Check that statistics from another party have the right shapes, plausible values and all required entries.
 
         Raises:
-            DataError: The statistics do not describe the expected columns, are impossible, or lack required values.
+            DataError: The statistics do not describe the expected columns, have impossible values, or lack required values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)

@@ -179,7 +179,7 @@ class Column(Setting):
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
-    """Parse the setting ``columns``. A column may be described by a string, which is the type of the column."""
+    """Parse the setting ``columns``. If a column has a string instead of settings, the string is the column's type."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -209,7 +209,7 @@ class Schema(Setting):
         test: Fraction of each client's rows (of all rows if ``client`` is not set) for testing, stratified by class.
             Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
             test and ``false`` for train).
-        delimiter: Character that separates the cells of a CSV file.
+        delimiter: Cell separator of CSV files.
     """
 
     label: str
@@ -391,8 +391,8 @@ class Table:
 
     Args:
         source: The name of the file or data frame, for error messages.
-        columns: A mapping from column names to cells, which are strings, numbers or booleans, or None for missing
-            values.
+        columns: A mapping from column names to cells: strings, numbers or booleans, or None for a missing
+            value.
         lines: The line of the file on which each row begins; None if the source is not a text file.
     """
 

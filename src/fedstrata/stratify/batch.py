@@ -191,7 +191,7 @@ class BatchMode:
 
 
 class BatchPlan:
-    """The plan of an epoch, which assigns a client and one of its reserved samples to each position of the schedule.
+    """The plan of an epoch: a client and one of its reserved samples for each position of the schedule.
 
     The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. A single request
     asks a client to reserve samples for all batches of the epoch. If a client has no sample for a position, another
@@ -204,7 +204,7 @@ class BatchPlan:
         roster: The clients that the server can ask.
         wanted: The label to train on at each position, as an index into ``roster.holders.placeholders``, shape (L,).
         batch_size: The number of positions in a batch.
-        pairs: Whether every batch must have at least two samples, which BatchNorm requires.
+        pairs: Whether every batch must have at least two samples, as BatchNorm requires.
     """
 
     def __init__(self, roster: Roster, wanted: Ints, batch_size: int, *, pairs: bool = False) -> None:

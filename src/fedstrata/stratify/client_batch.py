@@ -58,7 +58,7 @@ class Pool:
 
     Args:
         order: Shuffled indices into the client's samples.
-        used: The number of used samples, which are the first entries of ``order``.
+        used: The number of used samples. They are the first entries of ``order``.
         refills: How often all samples were shuffled and made unused again in this epoch.
     """
 

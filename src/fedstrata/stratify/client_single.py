@@ -1,4 +1,4 @@
-"""Run Stratify's single-sample mode on a client, which takes one SGD step on one sample for each label in a task.
+"""Run Stratify's single-sample mode on a client: take one SGD step on one sample for each label in a task.
 
 A *task* is one ``Steps`` request, which lists *placeholders* (numbers that stand for labels). In a *relay*, the model
 travels from client to client, and each client executes one task.

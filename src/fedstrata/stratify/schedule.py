@@ -27,7 +27,7 @@ class Holders:
 
     Args:
         placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
-            arrays of the server represent a placeholder by its *place*, which is the placeholder's index in this array.
+            arrays of the server represent a placeholder by its *place*: the placeholder's index in this array.
         offsets: The indices at which each placeholder's entries begin in ``clients`` and ``counts``, shape (P + 1,).
             The last offset is the length of ``clients`` and ``counts``.
         clients: The holders of the first placeholder, then the holders of the second placeholder, and so on, shape

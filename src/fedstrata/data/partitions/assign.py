@@ -129,13 +129,13 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
 
 
 def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generator, quota: Ints | None = None) -> Ints:
-    """Split the samples of every class among its holders, which are the clients that were chosen for the class.
+    """Split the samples of every class among its holders (the clients that were chosen for the class).
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator, which chooses each client's samples, and the clients that get an additional sample.
+        rng: The random generator that chooses each client's samples, and the clients with an additional sample.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:

@@ -75,7 +75,7 @@ class SingleClient(Partition):
     training, the single client has the samples of one client in the partition ``of``.
 
     Args:
-        clients: Number of clients, which is always 1.
+        clients: Number of clients: always 1.
         of: Partition that first divides the samples among several clients.
         only: Id (from 0) of the client whose samples are used. Default: the samples of all clients.
     """

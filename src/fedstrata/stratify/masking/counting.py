@@ -109,7 +109,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
 def _per_placeholder(values: Held, held: Held, size: int) -> Ints:
     """Return the sum of the clients' values for each placeholder, shape (size,).
 
-    ``held`` maps clients to placeholders.
+    ``held`` contains the placeholders of each client.
     """
     sums = np.zeros(size, dtype=np.int64)
     for client, counts in values.items():

@@ -38,14 +38,14 @@ Watch = Callable[[str], None]
 
 @record("Roll")
 class Roll:
-    """The server's knowledge of each client's placeholders, which are numbers that stand for labels.
+    """The server's knowledge of each client's placeholders (numbers that stand for labels).
 
     Args:
         masking: The mode of masking; see ``enrol``.
         names: The random number that clients use for each of the P placeholders: a permutation of 0 … P − 1. All other
             fields use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: A mapping from each client to its sample counts, in the order of the client's placeholders in ``held``.
+        counts: Each client's numbers of samples, as a mapping, in the order of the client's placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
             clients that reported counts.
         totals: The number of samples of each placeholder over all clients, shape (P,).
@@ -61,7 +61,7 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """For each placeholder (a number that stands for a label), return its clients and their sample counts.
+        """For each placeholder (a number that stands for a label), return its clients and their numbers of samples.
 
         The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
         that did not report their counts.

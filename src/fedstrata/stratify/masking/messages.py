@@ -1,4 +1,4 @@
-"""Requests and replies of an enrolment, by which the server learns which clients have labels in common.
+"""Requests and replies of an enrolment: the server learns which clients have labels in common.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
