@@ -302,7 +302,7 @@ class Unfitted:
         """Check that statistics from another party have the right shapes, plausible values and all required entries.
 
         Raises:
-            DataError: The statistics do not describe the expected columns, have impossible values, or lack required values.
+            DataError: The statistics do not describe the expected columns, or have impossible or missing values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)
