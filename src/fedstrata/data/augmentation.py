@@ -22,7 +22,7 @@ from fedstrata.data.dataset import Dataset
 KEY, KIND = "data.augment", "data augmentation"
 
 TRIALS = 8
-"""The number of times that a user's own function is called as a test before a run."""
+"""The number of test calls of a user's own function before a run."""
 
 
 class Augmentation(Setting):

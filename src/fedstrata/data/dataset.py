@@ -149,7 +149,7 @@ class Dataset:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """The size in bytes of a sample when the model receives it."""
+        """The size in bytes of a sample, in the form that the model receives."""
         if not isinstance(self.x_train, Tensor):
             return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
         return 4 * self.x_train.shape[1:].numel()
@@ -200,7 +200,7 @@ class Dataset:
     def _rows(self) -> tuple[Tensor, Tensor] | None:
         """The shift and scale of each value of a flattened sample; None if inputs are not normalised.
 
-        With these tensors, normalising images is four times as fast as with shift and scale broadcast over the channel
+        Images are normalised four times as fast with these tensors as by broadcasting shift and scale over the channel
         axis.
         """
         if not isinstance(self.x_train, Tensor) or not isinstance(self.shift, Tensor):
@@ -278,7 +278,7 @@ def from_arrays(
             each channel or feature is scaled to [0, 1] on the training set. Values of type uint8 are divided by 255.
             ``"none"``: values do not change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T),
             and are passed to the model unchanged.
-        task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
+        task: The task, or its name. Default: regression if some targets are not integers, otherwise classification.
 
     Raises:
         DataError: The arrays' lengths, shapes or types do not match, a value is not finite, or no label of the test set

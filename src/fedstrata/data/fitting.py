@@ -40,7 +40,7 @@ CHUNK = 1 << 20
 
 @record("Statistics")
 class Statistics(Message):
-    """Statistics of training samples, which can be added up over clients.
+    """Statistics that can be added up over clients, computed from training samples.
 
     Args:
         samples: The number of samples.
@@ -119,7 +119,7 @@ class Statistics(Message):
         """Check that statistics from another party have the right shapes and plausible values.
 
         Raises:
-            DataError: The statistics do not describe the expected columns, or are impossible.
+            DataError: The statistics do not describe the expected columns, or have impossible values.
         """
         for name in ("count", "mean", "squares", "low", "high"):
             expected, given = getattr(self, name), getattr(other, name)
@@ -190,7 +190,7 @@ class RawTargets:
     Args:
         task: The task that needs the statistics.
         train: The targets of the training samples, shape (N, K), float64.
-        name: The key of the first target in ``Statistics.counts``. No feature may have this name.
+        name: The key of the first target in ``Statistics.counts``. No feature may have this key as its name.
     """
 
     task: Task
@@ -228,8 +228,8 @@ class Unfitted:
         test: Test samples, in the same form as ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
-        targets: The training targets, if the task needs their statistics, which are then the last columns of the
-            statistics.
+        targets: The training targets, if the task needs their statistics. The last columns of the statistics then
+            describe the targets.
     """
 
     normalize: Normalize
@@ -302,7 +302,7 @@ class Unfitted:
         """Check that statistics from another party have the right shapes, plausible values and all required entries.
 
         Raises:
-            DataError: The statistics do not describe the expected columns, are impossible, or lack required values.
+            DataError: The statistics do not describe the expected columns, or have impossible or missing values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)
@@ -402,7 +402,7 @@ class Unfitted:
         n = known.samples
 
         def add_binary(ones: float) -> None:
-            """Add a feature that is 1 in ``ones`` of the training samples, and 0 in all others."""
+            """Add a feature that is 1 for ``ones`` training samples, and 0 for all other training samples."""
             share = ones / max(n, 1)
             rows.append((n, share, ones * (1 - share), float(0 < n <= ones), float(ones > 0)))
 

@@ -103,7 +103,7 @@ def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
     If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
-    or a single column of lists. Otherwise, the inputs are a table of all columns of numbers.
+    or a single column of lists. Otherwise, the inputs are a table of all numeric columns.
 
     Args:
         features: The ``datasets.Features`` of a split.
@@ -155,7 +155,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         columns: The columns that contain the inputs; see ``input_columns``.
 
     Returns:
-        The inputs. Images with at most 8 bits per channel are uint8. Images with more bits, and columns of other types,
+        The inputs. Images with at most 8 bits per channel are uint8. All other images, and columns that are not images,
         keep their type.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Read memory-mapped inputs, which are arrays in ``.npy`` files that may be larger than the RAM."""
+"""Read memory-mapped inputs: arrays in ``.npy`` files that may be larger than the RAM."""
 
 from __future__ import annotations
 

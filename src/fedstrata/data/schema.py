@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """The accepted cells of a boolean column, in lower case, and their values."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
-"""The accepted cells of a column that marks test samples. The value of a cell is 1 for test samples, otherwise 0."""
+"""The accepted cells of a column that marks test samples. The value 1 means a test sample, 0 a training sample."""
 MANY = 20
 """A category column with more non-missing cells than this number causes a warning if most cells are distinct."""
 MOST_CATEGORIES = 100
@@ -51,7 +51,7 @@ class Column(Setting):
         categories: Allowed categories. Default: all categories in the table.
         missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
-            ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
+            ``most-frequent``: a statistic of the training rows. ``constant``: the content of ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
         step: Rounding step: numbers are rounded to multiples of this number before ``median`` or ``most-frequent`` is
             computed. In deployments, ``median`` and ``most-frequent`` require ``step``.
@@ -179,7 +179,7 @@ class Column(Setting):
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
-    """Parse the setting ``columns``. A column may be described by a string, which is the type of the column."""
+    """Parse the setting ``columns``. If a column has a string instead of settings, the string is the column's type."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -206,10 +206,10 @@ class Schema(Setting):
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows (without ``client``: of all rows) held out for testing, stratified by
-            class. Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
+        test: Fraction of each client's rows (of all rows if ``client`` is not set) for testing, stratified by class.
+            Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
             test and ``false`` for train).
-        delimiter: Character that separates the cells of a CSV file.
+        delimiter: Cell separator of CSV files.
     """
 
     label: str
@@ -391,8 +391,8 @@ class Table:
 
     Args:
         source: The name of the file or data frame, for error messages.
-        columns: A mapping from column names to cells, which are strings, numbers or booleans, or None for missing
-            values.
+        columns: A mapping from column names to cells: strings, numbers or booleans, or None for a missing
+            value.
         lines: The line of the file on which each row begins; None if the source is not a text file.
     """
 
@@ -623,7 +623,7 @@ def _without_rule(table: Table, schema: Schema) -> list[str]:
 
 
 def _rules(name: str, column: Column) -> str:
-    """Return spec lines that set a suitable rule for the missing values of a column."""
+    """Return lines for a spec that set a suitable rule for the missing values of a column."""
     key = _key(name)
     first = f"{key} = {{ impute = '{'most-frequent' if column.type in ('category', 'boolean') else 'median'}' }}"
     if column.type != "category":

@@ -50,7 +50,7 @@ _reading = threading.Lock()
 """A lock for reading ``.npz`` files.
 
 NumPy parses the headers of these files with ``ast``. In Python 3.11 and 3.12, ``ast`` may fail if two threads use it at
-once (CPython issue 106905). After such a failure, an intact file seems damaged.
+once (CPython issue 106905). NumPy then reports an intact file as damaged.
 """
 
 
@@ -326,7 +326,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     Args:
         path: The path of the file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
-            ``x_train.NAME`` for each of several inputs. The function returns these arrays as a mapping.
+            ``x_train.NAME`` for each of several inputs. The result contains them as one mapping.
         optional: The names of further arrays, which are read if the file contains them.
 
     Raises:

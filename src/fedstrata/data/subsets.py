@@ -24,7 +24,7 @@ def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
 def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
     """Draw ``size`` random samples, divided among the classes in proportion to the classes' sizes.
 
-    Return the ascending indices of these samples.
+    Return the indices of the drawn samples, in ascending order.
 
     >>> stratified(np.array([0, 0, 0, 0, 1, 1]), 3, np.random.default_rng(0)).shape
     (3,)

@@ -75,7 +75,7 @@ def from_dataframe(
         normalize: See ``from_arrays``.
         seed: The seed for drawing test samples, if ``test`` is a fraction.
         name: The name of the data set in reports.
-        task: The task, or its name. Default: regression if labels have fractions, otherwise classification.
+        task: The task, or its name. Default: regression if some labels are not integers, otherwise classification.
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
@@ -149,7 +149,7 @@ def dataset_of(
 
 
 def task_of_table(table: Table, schema: Schema) -> Task | None:
-    """Return the regression task if a table's labels are numbers with fractions; otherwise, None.
+    """Return the regression task if a table's labels are numbers, and some are not integers; otherwise, None.
 
     Raises:
         DataError: A label is missing.

@@ -37,7 +37,7 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        A call waits until all clients have made the call, so all clients must make the same number of calls. All
+        A call waits for the calls of all other clients, so all clients must make the same number of calls. All
         clients get exactly the same sum.
         """
         return self._group.add({self._number: tensor})
@@ -262,8 +262,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: The number of seconds that a member waits for the other members, after which the group breaks. None
-            means no limit; a member that fails must then always call ``abort``.
+        timeout: How many seconds a member waits for the other members before the group breaks. None means no limit; a
+            member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))

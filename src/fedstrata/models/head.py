@@ -50,7 +50,7 @@ class Head:
         return cls(name, modules[name], {local: full for local, full in inside.items() if full is not None})
 
     def feature_size(self) -> int:
-        """Return the length d of a feature vector, which is the input size of the head's first linear layer.
+        """Return the length d of a feature vector: the input size of the head's first linear layer.
 
         Raises:
             SpecError: The head has no linear layer.

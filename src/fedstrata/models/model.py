@@ -123,7 +123,7 @@ class Model:
         """Treat buffers as frozen: they are neither sent nor saved, and they must not change.
 
         Args:
-            names: The names of saved buffers. Buffers from earlier calls stay frozen.
+            names: The names of saved buffers. Buffers that were named in earlier calls stay frozen.
         """
         self._collect({*names, *self.untrained.constant})
 

@@ -20,7 +20,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
 
     Args:
         model: The model, whose values do not change.
-        x: Some samples. A single sample is used twice. Without samples, two samples of zeros are used.
+        x: Some samples. If there is only one, it is repeated. If there are none, two samples of zeros are used.
 
     Raises:
         SpecError: The forward pass fails, or changes a frozen parameter.

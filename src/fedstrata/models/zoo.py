@@ -1,4 +1,4 @@
-"""The built-in models, and users' own models, to which a spec refers by a path ``"module:factory"``.
+"""The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
 
 In all models, pooling precedes ReLU. The reverse order would give the same result, but ReLU would process four times as
 many values. Convolutions and images are in channels-last memory format.
@@ -128,7 +128,7 @@ class CustomModel(ModelSpec):
 
 
 class Custom(ModelSpec):
-    """A user's own module, which a function or a class (the *factory*) creates.
+    """A user's own module, created by a function or a class (the *factory*).
 
     Args:
         factory: The path of a function that returns an ``nn.Module``, or of a subclass of ``nn.Module``. In

@@ -71,7 +71,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
 
 
 def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -> list[Allowed]:
-    """Return the requests of the enrolment, by which the server learns which clients have samples of the same label.
+    """Return the requests of the enrolment, in which the server learns which clients have labels in common.
 
     Args:
         masking: How labels are hidden from the server; see ``Stratify``.

@@ -61,7 +61,7 @@ class BatchMode:
             raise SpecError(key, "BatchNorm requires at least two samples per batch. Set batch_size to at least 2.", 1)
 
     def rate(self, training: Training, round: int) -> float:
-        """Return the learning rate of a round's batches, which is the product of three factors.
+        """Return the learning rate of a round's batches: the product of three factors.
 
         The factors are the clients' learning rate in the round, the server's learning rate in the round (1 without
         ``server``), and the factor of ``lr_rule``.
@@ -191,7 +191,7 @@ class BatchMode:
 
 
 class BatchPlan:
-    """The plan of an epoch, which assigns a client and one of its reserved samples to each position of the schedule.
+    """The plan of an epoch: a client and one of its reserved samples for each position of the schedule.
 
     The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. A single request
     asks a client to reserve samples for all batches of the epoch. If a client has no sample for a position, another
@@ -204,7 +204,7 @@ class BatchPlan:
         roster: The clients that the server can ask.
         wanted: The label to train on at each position, as an index into ``roster.holders.placeholders``, shape (L,).
         batch_size: The number of positions in a batch.
-        pairs: Whether every batch must have at least two samples, which BatchNorm requires.
+        pairs: Whether every batch must have at least two samples, as BatchNorm requires.
     """
 
     def __init__(self, roster: Roster, wanted: Ints, batch_size: int, *, pairs: bool = False) -> None:
@@ -215,7 +215,7 @@ class BatchPlan:
         self.batches = int(self.batch_of[-1]) + 1 if len(wanted) else 0
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
         self.held_back = 0
-        """The number of positions that are not trained, because a client would have had too few samples in a batch."""
+        """The number of positions without training, because a client would have had too few samples in a batch."""
         self._work: list[dict[int, float]] | None = None
         self._refilled, self._waiting = np.zeros((2, len(roster.places)), dtype=bool)
         """Two bools for each of the R pairs (label, client) of ``roster``.
@@ -228,7 +228,7 @@ class BatchPlan:
         """For each label, whether clients hold back all unused samples of the label, shape (P,)."""
 
     def work(self, batch: int) -> dict[int, float]:
-        """Return a mapping from each client of a batch, in ascending order, to its number of samples in the batch."""
+        """Return each client's number of samples in a batch, as a mapping in ascending order of the clients."""
         if self._work is None:
             served = self.owner >= 0
             clients = self.roster.federation.config.clients

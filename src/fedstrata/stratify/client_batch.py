@@ -58,7 +58,7 @@ class Pool:
 
     Args:
         order: Shuffled indices into the client's samples.
-        used: The number of used samples, which are the first entries of ``order``.
+        used: The number of used samples. They are the first entries of ``order``.
         refills: How often all samples were shuffled and made unused again in this epoch.
     """
 
@@ -69,7 +69,7 @@ class Pool:
 
 @record("Reserved")
 class Reserved:
-    """The samples that a client has reserved for the batches of an epoch, and all its samples of each label.
+    """The samples that a client has reserved for the batches of an epoch, and all samples of the client.
 
     Args:
         round: The epoch, counted from 1.
@@ -85,10 +85,10 @@ class Reserved:
 
     @cached_property
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Two mappings from a batch's index: to the start and to the end of the batch's samples in ``places``.
+        """Two mappings from each batch's index: one to the start, and one to the end of its samples in ``places``.
 
-        The values are numbers and not pairs, because Python's garbage collector skips dicts of numbers, which saves
-        time.
+        The values are numbers and not pairs. This saves time, because Python's garbage collector skips dicts of
+        numbers.
         """
         batches, begins = np.unique(self.batches, return_index=True)
         numbers, first = batches.tolist(), begins.tolist()
@@ -146,7 +146,7 @@ def opened(
 
 @handles(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
-    """Reserve one sample for each entry of the request's list of labels, as long as the label has unused samples."""
+    """Reserve one sample for each label in the request's list, as long as there are unused samples of the label."""
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
         before = Reserved(request.round, {}, _NONE, _NONE)
@@ -255,7 +255,7 @@ def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
 
 @handles(LabelWeightedGradient)
 def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> GradientReply:
-    """Compute the gradient over a client's samples in a batch, where each loss's weight depends on the sample's label.
+    """Compute the gradient over a client's samples in a batch. The weight of a sample's loss depends on its label.
 
     Raises:
         FedstrataError: ``privacy.min_samples`` is more than 1.
@@ -348,7 +348,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
 
 
 def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
-    """Return a copy of the model in training mode, whose parameters stay loaded for all batches."""
+    """Return a copy of the model in training mode, and its parameters, which stay loaded for all batches."""
     model = context.config.model.clone()
     return model, model.load_for_good(train=True)
 

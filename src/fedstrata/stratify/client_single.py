@@ -1,4 +1,4 @@
-"""Run Stratify's single-sample mode on a client, which takes one SGD step on one sample for each label in a task.
+"""Run Stratify's single-sample mode on a client: take one SGD step on one sample for each label in a task.
 
 A *task* is one ``Steps`` request, which lists *placeholders* (numbers that stand for labels). In a *relay*, the model
 travels from client to client, and each client executes one task.
@@ -30,7 +30,7 @@ from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
 
 TRIAL = 3
-"""The number of trial steps. ``TracedStepper`` is used only if its model after these steps equals autograd's model."""
+"""The number of trial steps. ``TracedStepper`` is used only if it trains the same model as autograd in these steps."""
 
 BLOCK_BYTES = 16 << 20
 """The size of a block of inputs in bytes. ``FusedSteps`` checks after each block that the model is finite."""
@@ -99,7 +99,7 @@ class FusedSteps:
 
     At first, each client only draws the samples of its task. The SGD steps of many tasks (a *block*) are taken together
     later. The result is bit-identical to separate steps at each client. If the model contains NaN or infinity after a
-    block, the block is repeated task by task. The steps of each task that leads to NaN or infinity are undone.
+    block, the block is repeated task by task. If a task leads to NaN or infinity, its steps are undone.
 
     Args:
         context: The context that the clients share.
@@ -206,7 +206,7 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
     """Return True if two steppers give the same losses and the same model on a few samples.
 
-    A traced stepper repeats the operations of its first step in every step, which gives wrong results for some models.
+    For some models, a traced stepper is wrong, because it repeats the operations of its first step in every step.
     """
     start = Weights(model.params(), model.buffers())
     where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()

@@ -38,7 +38,7 @@ NO_SUCH_BATCH = "the reply moves a sample to a batch that is finished or does no
 
 
 class Epoch(Order):
-    """The order of requests within an epoch, which the client enforces.
+    """The order of requests within an epoch, enforced by the client.
 
     Clients must reserve samples for a batch before they train on the batch. Clients train on batches in ascending
     order, and on each batch at most once.
@@ -106,7 +106,7 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The reply to ``Reserve`` from a client that may move its samples to other batches.
+    """A client's reply to ``Reserve``, if the client may move its samples to other batches.
 
     The client moves samples because it never computes a gradient over fewer than ``privacy.min_samples`` samples.
 
@@ -175,7 +175,7 @@ class GradientReply(Reply):
             parameter.
         samples: The number of samples.
         loss: The sum of the samples' losses.
-        buffers: The model's buffers after the batch, which are equal at all clients of the batch.
+        buffers: The model's buffers after the batch. They are equal at all clients of the batch.
     """
 
     gradient: Params
@@ -256,7 +256,7 @@ class GradientSteps(Gradient):
 
     Args:
         steps: The number of steps, at least 2.
-        lr: The learning rate of the server's step, which clients also use for their local steps.
+        lr: The learning rate of the server's step, and of the clients' local steps.
     """
 
     steps: int = 2

@@ -1,4 +1,4 @@
-"""Stratify, which trains on a random sequence of labels, in batches over all clients or sample by sample."""
+"""Train with Stratify on a random sequence of labels, in batches over all clients or sample by sample."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Stratify(Method):
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. For each
     client and label, the samples' order of arrival is random. The last samples (the fraction ``stream``) arrive in
     equal portions, one portion per round of single-sample mode. All other samples are available from the start.
-    Portions are rounded down, and a client may use a sample twice to fill the schedule.
+    The sizes of portions are rounded down, and a client may use a sample twice to fill the schedule.
 
     A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
     have no effect. The setting ``training.batch_size`` is the number of samples in a batch over all clients. Client
@@ -173,7 +173,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests that the server may send before the first round (about labels) and during training."""
+        """Return the requests that the server may send: about labels before the first round, and during training."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
         before, window = 0, by_round("all", lambda _: ALL)

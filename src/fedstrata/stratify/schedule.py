@@ -27,12 +27,12 @@ class Holders:
 
     Args:
         placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
-            arrays of the server represent a placeholder by its *place*, which is the placeholder's index in this array.
+            arrays of the server represent a placeholder by its *place*: the placeholder's index in this array.
         offsets: The indices at which each placeholder's entries begin in ``clients`` and ``counts``, shape (P + 1,).
             The last offset is the length of ``clients`` and ``counts``.
         clients: The holders of the first placeholder, then the holders of the second placeholder, and so on, shape
             (offsets[-1],). The holders of each placeholder are in ascending order.
-        counts: The number of samples of the label at each holder in ``clients``, with the same shape as ``clients``.
+        counts: For each entry of ``clients``, the holder's number of samples of the label, in the shape of ``clients``.
     """
 
     placeholders: Ints
@@ -42,7 +42,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """Find the holders of each label in the clients' reports."""
+        """From the clients' reports, find the holders of each label."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)

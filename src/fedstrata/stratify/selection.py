@@ -15,7 +15,7 @@ import numpy as np
 from fedstrata.base.arrays import Bools, Floats, Ints
 
 _CELLS = 1 << 21
-"""The maximum number of pairs (position, client) that are processed at once, which limits the memory."""
+"""The maximum number of pairs (position, client) that are processed at once, to limit memory use."""
 
 
 def assign_runs(
@@ -72,7 +72,7 @@ def assign_runs(
 def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
     """Draw a subset of the available clients, without replacement, for each of several labels.
 
-    The number of drawn clients is r = max(1, ceil(retain · n)) for n available clients. If selection is uniform, all
+    Of n available clients, r = max(1, ceil(retain · n)) clients are drawn. If selection is uniform, all
     clients are equally likely. If selection is weighted, clients are drawn one after another, with probabilities in
     proportion to the weights of the remaining clients (Efraimidis and Spirakis 2006).
 
@@ -246,7 +246,7 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
 
     Returns:
         The indices of the clients in the order in which they were drawn, shape (G, min(``most``, ``clients``)); zeros
-        for groups for which no client is drawn.
+        for a group without drawn clients.
     """
     most = min(most, clients)
     orders = np.zeros((len(groups), most), dtype=np.int64)

@@ -20,7 +20,7 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""The maximum of ``chunk_size`` times the number of clients, which limits the memory for the plan of a chunk."""
+"""The maximum of ``chunk_size`` times the number of clients, to limit the memory for the plan of a chunk."""
 
 QUEUE = 2
 """The number of tasks that the server plans in advance, so that a client knows where to send the model.
@@ -102,8 +102,8 @@ class Task:
 class Route:
     """Plans the path of the model from client to client, and stores the remaining schedule and a queue of tasks.
 
-    The schedule is cut into chunks of consecutive positions. The server chooses the clients of several chunks in
-    advance, because the choice depends only on the available clients. The server repeats the choice when a client
+    The schedule is cut into chunks of consecutive positions. The server can choose the clients of several chunks
+    in advance, because the choice depends only on the available clients. The server repeats the choice when a client
     becomes unavailable, or when untrained positions return to the schedule.
 
     Args:
@@ -127,10 +127,10 @@ class Route:
         self._sent: list[Task] = []
         """The tasks of this relay (one path of the model from client to client), in order."""
         self._trained: dict[int, Ints] = {}
-        """A mapping from a task's index in ``_sent`` to the labels that were trained, as in ``Task.places``."""
+        """A mapping from a task's index in ``_sent`` to the trained labels, in the form of ``Task.places``."""
 
     def open(self) -> bool:
-        """Prepare for another relay. Return True if some positions of the schedule are not trained yet."""
+        """Prepare for the next relay. Return True if the schedule still has positions to train on."""
         self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 
@@ -182,7 +182,7 @@ class Route:
     def _put_back(self, places: Ints) -> None:
         """Insert untrained labels into the remaining schedule again, each at a random position.
 
-        See line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
+        See line 17 of Algorithm 3. ``places`` contains the labels, in the form of ``Task.places``.
         """
         if len(places):
             self._replan()
@@ -210,7 +210,7 @@ class Route:
         """Choose the clients of the next chunks.
 
         If all samples of a label have been used, the clients may use these samples again. If no client with samples of
-        the label is present, the label is removed from the schedule.
+        a label is present, the label is removed from the schedule.
         """
         roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):

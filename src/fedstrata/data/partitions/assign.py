@@ -61,8 +61,8 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
     """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
-    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, a random subset
-    of these draws fails. Failed draws are repeated in another pass, among the classes that still have samples.
+    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, the excess
+    draws, chosen at random, are repeated in another pass, among the classes that still have samples.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
@@ -129,13 +129,13 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
 
 
 def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generator, quota: Ints | None = None) -> Ints:
-    """Split the samples of every class among its holders, which are the clients that were chosen for the class.
+    """Split the samples of every class among its holders (the clients that were chosen for the class).
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator, which chooses each client's samples, and the clients that get an additional sample.
+        rng: The random generator that chooses each client's samples, and the clients with an additional sample.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:

@@ -17,7 +17,7 @@ from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
 
 UNUSED = -1
-"""In arrays of owners, the value for samples without a client."""
+"""The owner of a sample without a client, in arrays of owners."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 class Natural(Partition):
     """One client, such as a hospital or device, for each client id in the data.
 
-    Arrays and ``.npz`` files contain the ids in ``client_train``. For a hub data set, ``data.client`` is the name of
-    the column with the ids; for a table, ``data.schema.client``. Clients are numbered in the order of their ids.
+    For arrays and ``.npz`` files, the ids are in ``client_train``; for hub data sets, in the column ``data.client``;
+    for tables, in the column ``data.schema.client``. Clients are numbered in the order of their ids.
 
     Args:
         clients: Number of clients to draw at random from the data. Default: all clients.
@@ -75,7 +75,7 @@ class SingleClient(Partition):
     training, the single client has the samples of one client in the partition ``of``.
 
     Args:
-        clients: Number of clients, which is always 1.
+        clients: Number of clients: always 1.
         of: Partition that first divides the samples among several clients.
         only: Id (from 0) of the client whose samples are used. Default: the samples of all clients.
     """

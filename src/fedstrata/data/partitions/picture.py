@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUBBLES = 100
-"""The maximum number of clients in a bubble chart. A bubble chart shows at most half as many labels."""
+"""The maximum number of clients in a bubble chart. The number of labels must not exceed half this number."""
 NAMED = 20
 """The maximum number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The maximum number of clients that a picture shows. With more clients, the picture shows a regular selection of
-them."""
+"""The maximum number of clients that a picture shows. With more clients, the picture shows clients at regular
+intervals."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
 SHADE = style.SCALE.light
@@ -126,8 +126,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. With more labels, two columns replace these
-        columns: the client's number of labels, and the share of its most frequent label in percent.
+        The table. For up to 12 labels, the table has a column per label. With more labels, the table has
+        two columns instead: each client's number of labels, and the percentage of its most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

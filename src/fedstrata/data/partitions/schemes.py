@@ -22,7 +22,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The maximum number of shards if clients may be empty (``min_size = 0``), to limit memory use."""
+"""The maximum number of shards if clients may have no samples (``min_size = 0``), to limit memory use."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -42,8 +42,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
-        balance: Distributions to draw. ``class``: each class's distribution over clients, so client sizes differ.
-            ``client``: each client's distribution over classes, with equal client sizes (±1).
+        balance: Distributions to draw. ``class``: one over the clients for each class; client sizes differ.
+            ``client``: one over the classes for each client; equal client sizes (±1).
         prior: Parameters of the Dirichlet distribution if ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
@@ -130,7 +130,7 @@ class PowerLaw(Partition):
 class Given(Partition):
     """The samples of each client are listed in the spec or in a file.
 
-    The lists need not contain all samples. All seeds use the same lists.
+    The lists need not contain all samples. The lists are the same for all seeds.
 
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.

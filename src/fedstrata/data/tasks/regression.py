@@ -25,8 +25,8 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss
 class Regression(Task):
     """Prediction of one or more numbers per sample, such as a patient's length of stay.
 
-    The model learns standardised targets: (target − mean) / deviation. Losses are computed from standardised targets,
-    and metrics and predictions are in the unit of the targets. By default, mean and deviation are computed from the
+    The model learns standardised targets: (target − mean) / deviation. Losses are computed from standardised targets;
+    metrics and predictions are in the unit of the targets. By default, mean and deviation are computed from the
     clients' training targets.
 
     Args:

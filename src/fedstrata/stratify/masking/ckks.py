@@ -31,7 +31,7 @@ class Parameters:
     """The parameters of CKKS.
 
     Args:
-        degree: The degree of the polynomials, which is twice the number of slots.
+        degree: The degree of the polynomials: twice the number of slots.
         primes: The sizes of the primes in bits. The product of these primes is the modulus, and the last prime is
             reserved for keys.
         scale: The binary logarithm of the scale. Numbers are multiplied by the scale before they are rounded and

@@ -115,7 +115,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Decrypt scrambled differences between the client's labels and the server's list, and report which are zero."""
+    """Decrypt the differences between the client's labels and the server's list, and report which of them are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing

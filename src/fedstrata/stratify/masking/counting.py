@@ -1,7 +1,7 @@
 """Count samples under encryption: the server adds up encrypted counts, and a client decrypts the totals.
 
-A *placeholder* is a number that stands for a label. On the server, the placeholders are 0 … P − 1. Clients know each
-placeholder by a random number, which is called the placeholder's *name*.
+A *placeholder* is a number that stands for a label. On the server, the placeholders are 0 … P − 1. Clients use a random
+number for each placeholder: the placeholder's *name*.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
         held: A mapping from each client to its placeholders, in the server's numbering.
-        names: The random number by which clients know each placeholder, shape (P,).
+        names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
-        Two values: the entries of ``held`` for the clients that replied, and for each placeholder, the encrypted number
-        of samples over these clients. The encrypted numbers are sorted by name, and each ciphertext contains many
+        Two values: ``held`` without the clients that did not reply, and the encrypted number of samples of each
+        placeholder over all other clients. The encrypted numbers are sorted by name, and each ciphertext contains many
         numbers.
     """
     slots, size = COUNTING.slots, len(names)
@@ -58,8 +58,8 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     Args:
         federation: The federation, through which the server sends requests to clients.
         pages: The ciphertexts, which contain the totals sorted by name.
-        held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
-        names: The random number by which clients know each placeholder, shape (P,).
+        held: The placeholders (numbers that stand for labels) of each client with counted samples, as a mapping.
+        names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
         The totals, shape (P,).
@@ -87,7 +87,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        A mapping from each client that replied to its counts, in the order of its placeholders. If the counts
+        The counts of each client that replied, as a mapping, in the order of the client's placeholders. If the counts
         contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
@@ -109,7 +109,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
 def _per_placeholder(values: Held, held: Held, size: int) -> Ints:
     """Return the sum of the clients' values for each placeholder, shape (size,).
 
-    ``held`` maps clients to placeholders.
+    ``held`` contains the placeholders of each client.
     """
     sums = np.zeros(size, dtype=np.int64)
     for client, counts in values.items():

@@ -1,4 +1,4 @@
-"""Enrol clients: the server learns sample counts and which clients have labels in common, but not the labels.
+"""Enrol clients: the server learns their numbers of samples, and which of them share labels, but not the labels.
 
 The server enrols clients before the first round, and whenever further clients join. A *placeholder* is a number that
 stands for a label. The server assigns placeholders in the order in which it discovers the labels. The order does not
@@ -38,14 +38,14 @@ Watch = Callable[[str], None]
 
 @record("Roll")
 class Roll:
-    """The server's knowledge of each client's placeholders, which are numbers that stand for labels.
+    """The server's knowledge of each client's placeholders (numbers that stand for labels).
 
     Args:
         masking: The mode of masking; see ``enrol``.
-        names: The random numbers by which clients know the P placeholders: a permutation of 0 … P − 1. All other fields
-            use the server's own numbers of the placeholders, 0 … P − 1.
+        names: The random number that clients use for each of the P placeholders: a permutation of 0 … P − 1. All other
+            fields use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: A mapping from each client to its sample counts, in the order of the client's placeholders in ``held``.
+        counts: Each client's numbers of samples, as a mapping, in the order of the client's placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
             clients that reported counts.
         totals: The number of samples of each placeholder over all clients, shape (P,).
@@ -61,7 +61,7 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """For each placeholder (a number that stands for a label), return its clients and their sample counts.
+        """For each placeholder (a number that stands for a label), return its clients and their numbers of samples.
 
         The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
         that did not report their counts.
@@ -141,7 +141,7 @@ def enrol(
         masking: The form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares encrypted labels.
         weighted: Whether each client also reports, for each of its labels, which fraction of all samples with this
-            label it has.
+            label the client has.
         before: The result of an earlier enrolment; None for the first enrolment. After an earlier enrolment, the server
             asks only clients that are not enrolled yet, and placeholders keep their labels.
         watch: A function that is called with a phase's name when the phase begins. The phases are "unique list" (find
@@ -237,7 +237,7 @@ def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | 
 
 
 def _names(before: Roll | None, size: int) -> Ints:
-    """Return ``size`` random numbers, by which clients know the placeholders.
+    """Return ``size`` random numbers: one for each placeholder, for use in messages to clients.
 
     Placeholders of an earlier enrolment keep their random numbers.
     """
@@ -246,7 +246,7 @@ def _names(before: Roll | None, size: int) -> Ints:
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Ask clients one by one until the list has all classes. Then compare all other clients' labels with the list."""
+    """Ask clients one by one until the list is complete. Then compare the remaining clients' labels with the list."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")

@@ -32,7 +32,7 @@ class Keys:
     """The secret and public keys that the clients of a federation share.
 
     Args:
-        parts: A mapping from each key's name to the key's bytes. ``_NAMES`` lists the names.
+        parts: A mapping from each key's name to the key's bytes. The names are in ``_NAMES``.
 
     Raises:
         DataError: A key is missing or unknown.

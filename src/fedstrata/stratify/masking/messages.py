@@ -1,4 +1,4 @@
-"""Requests and replies of an enrolment, by which the server learns which clients have labels in common.
+"""Requests and replies of an enrolment: the server learns which clients have labels in common.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
@@ -206,7 +206,7 @@ class Enlisted(Reply):
 
 @record("Enlist")
 class Enlist(Request):
-    """A request to encrypt entries for those of the client's labels that are not on the server's list yet.
+    """A request to encrypt entries for the client's labels that are not on the server's list yet.
 
     Args:
         classes: The number C of classes.
@@ -280,7 +280,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of clients.
+        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of the label's clients.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
@@ -314,10 +314,10 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """For each label of a client, the fraction of all samples with this label that the client has.
+    """For each label of a client, the client's fraction of all samples with this label.
 
     Args:
-        shares: The client's number of samples of each label, divided by the number of samples over all clients,
+        shares: For each label, the client's number of samples divided by the number of samples over all clients,
             float64, shape (L,).
     """
 
@@ -328,11 +328,10 @@ class ShareReply(Reply):
 class ShareReport(Request):
     """A request to report, for each label of the client, which fraction of all samples with this label the client has.
 
-    The fraction is the client's number of samples divided by the number of samples over all clients. Only weighted
-    selection needs this fraction.
+    Only weighted selection needs these fractions.
 
     Args:
-        totals: The number of samples over all clients, for each of the client's labels, int64, shape (L,).
+        totals: For each of the client's labels, the number of samples over all clients, int64, shape (L,).
     """
 
     reply_type: ClassVar[type[Reply]] = ShareReply

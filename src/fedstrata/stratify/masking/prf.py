@@ -10,7 +10,7 @@ KEY_SIZE, TAG_SIZE = 32, 16
 
 
 def label_bytes(name: str) -> bytes:
-    r"""Return the bytes of a class name, which are equal for all Unicode forms of the name's characters.
+    r"""Return the bytes of a class name: the same bytes for all Unicode forms of the name.
 
     >>> label_bytes("caf\u00e9") == label_bytes("cafe\u0301")
     True

@@ -51,7 +51,7 @@ class Public:
     """The clients' public keys, with which the server checks, adds and compares ciphertexts.
 
     Args:
-        keys: The reply of a client to ``OpenKeys``.
+        keys: A client's reply to ``OpenKeys``.
     """
 
     def __init__(self, keys: PublicKeys) -> None:

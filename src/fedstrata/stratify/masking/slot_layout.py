@@ -6,7 +6,7 @@ comparison, the slots are laid out as a table. There are C classes, and class y 
 ciphertext of the list, each *column* contains the code of one entry, repeated in all *rows*. In a ciphertext of a
 client, each row contains the code of one label of the client, repeated in all columns. A client with more labels than
 rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several ciphertexts,
-called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. Labels never have these two codes.
+called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. No label has code 0 or C + 1.
 
 A client must learn only whether a difference d is zero. Multiplying d by a random number r is not enough, because the
 product r·d of real numbers still reveals the magnitude of d. The server therefore computes
@@ -17,8 +17,8 @@ with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S
 r·d, which is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum
 of s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p /
 S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
-noise and error stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison,
-which hides how the ciphertext was computed.
+noise and error stay below 1/4, so that rounding is exact. To hide how the ciphertext was computed, the term p·s + u
+is encrypted again for each comparison.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.ckks import COMPARING
 
 MOST_CLASSES = 60_000
-"""The maximum number of classes, for which p / S is at most 2⁻¹²; see the module's docstring."""
+"""The maximum number of classes. With this number, p / S is at most 2⁻¹²; see the module's docstring."""
 
 TOLERANCE = 0.25
 _FLOOD = 1 / 16
@@ -82,7 +82,7 @@ class SlotLayout:
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """Return the number of ciphertexts (sheets, at least 1) for a client with this number of labels."""
+        """Return the number of ciphertexts (sheets, at least 1) for a client with ``labels`` labels."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
@@ -109,8 +109,8 @@ class SlotLayout:
                 one ciphertext of the list.
 
         Returns:
-            For pages with new entries, a mapping from the page's index to the array, shape (slots,), that is added to
-            the page. The array is zero in all columns without a new entry.
+            A mapping from the index of each page with new entries to the array, shape (slots,), that is added to the
+            page. The array is zero in all columns without a new entry.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):

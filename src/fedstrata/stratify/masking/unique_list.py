@@ -1,7 +1,7 @@
 """The unique list: an encrypted list of all labels, with which the server finds equal labels (Stratify §IV-A).
 
 The server compares the clients' labels with the list, one client after another, and adds new labels to the list. When
-the list has all classes, the server compares the labels of all other clients at once. For a comparison, the server
+the list has all classes, the server compares the labels of all remaining clients at once. For a comparison, the server
 subtracts ciphertexts and scrambles the differences. The client decrypts the differences, and reports which of them are
 zero. A zero means that two labels are equal. All other differences look random
 (``fedstrata.stratify.masking.slot_layout``). The server has only public keys, and cannot decrypt labels.
