@@ -51,8 +51,8 @@ class SiteEntry(Setting):
         allow: Top-level packages at the site whose code a spec may name, as ``module:Class``.
         catalog: Data sets and files on the site's machine. In a trial without the sites' own data, a spec may name
             these data sets and files.
-        tells: Whether the site also sends the values of its own metrics. In any case, the site sends sums, from which
-            the server computes the metrics over all sites.
+        tells: Whether the site also sends metrics on its own samples. In any case, the site sends sums, from which the
+            server computes the metrics over all sites.
     """
 
     data: str | None = None
@@ -88,8 +88,8 @@ class Sites(Setting):
         federation: The name of the federation. All certificates of the federation contain this name.
         patience: The number of seconds within which a site must answer.
         least: The smallest number of sites that must answer, before the first round and in every round.
-        fewer: The reaction when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
-            the run, or ``go-on`` with fewer sites.
+        fewer: What the server does if fewer than ``least`` sites answer: ``wait`` until enough sites answer again,
+            ``abort`` the run, or ``go-on`` with fewer sites.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
             encrypted from end to end. ``server``: the model returns to the server after every client.
         days: The number of days for which the certificates are valid.

@@ -241,7 +241,7 @@ class Quota:
 
 
 REPEATS = 3
-"""How often a request may be repeated because clients failed, if its clients add up tensors together. The number is
+"""If clients add up tensors together for a request: how often it may be repeated because clients failed. The number is
 limited, because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]

@@ -35,7 +35,7 @@ class Transport(Protocol):
             data: The encoded message.
             patience: The number of seconds to wait for the reply.
             number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
-                number again, it repeats its reply.
+                number again, it repeats its first reply.
 
         Raises:
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.

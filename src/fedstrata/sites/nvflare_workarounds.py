@@ -136,7 +136,7 @@ def _start_threads_of(owner: type[Any]) -> None:
 
 
 def _start_threads(*pools: ThreadPoolExecutor) -> None:
-    """Start up to ``AT_ONCE`` threads of each pool now."""
+    """Start at most ``AT_ONCE`` threads of each pool now."""
     started = threading.Event()
     for pool in pools:
         for _ in range(min(AT_ONCE, pool._max_workers)):

@@ -125,7 +125,7 @@ class SecureSums:
         return sorted(sites & present & self.packages.keys())
 
     def _ask_vectors(self, federation: Federation, exchange: Exchange, reached: Requests, length: int) -> None:
-        """Send the request to the members, and pass the masked vectors that arrive in time to ``exchange``."""
+        """Send the request to the members, and pass to ``exchange`` the masked vectors that arrive in time."""
         begun: dict[ClientId, Request] = {}
         log = federation.log
         for client, request in reached.items():

@@ -64,7 +64,7 @@ HARMLESS = (
     *(UnusableDataError, RuleError, LateError),
 )
 """Errors whose text the server and other sites may read. Such a text describes only messages that the reader sent, the
-spec, or which requirement a column violates."""
+spec, or the requirement that a column violates."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Messages before the first round. The ledger also records failures of these messages, because a failure reveals that

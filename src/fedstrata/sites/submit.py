@@ -52,8 +52,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
-    late or was restarted. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted, or if a connected site joined late or was restarted, and so
+    does not take part. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, which ``provision`` wrote.
@@ -128,7 +128,7 @@ class Watch:
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
         self._last_reports: dict[str, str] = {}
-        """The last report on each subject, such as ``status``. A report is not repeated if its text is the same."""
+        """The last report on each subject, such as ``status``. A report with the same text is not repeated."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
         """The error of the last request to the server; empty if the server replied."""

@@ -245,7 +245,7 @@ class Hop(Message):
         back: Whether the model returns to the server with the reply. Otherwise, the model stays at the site.
         ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
             the next site.
-        key: The ticket of the hop ``base``, with which this site fetches the model from the holder.
+        key: The ticket of the hop ``base``. This site needs the ticket to fetch the model from ``holder``.
     """
 
     exchange: int
@@ -340,7 +340,7 @@ class Part(Message):
         places: The indices of the site's clients within the group.
         tensors: The term of each client.
         step: The sequence number of the sum; 0 if the message is never repeated. If a message is repeated with the same
-            number, it gets the same total.
+            number, the reply contains the same total.
     """
 
     group: str
@@ -365,7 +365,7 @@ class Envelope(Message):
             acknowledgement again until the site has replied to a message that contains it.
         body: The message, such as ``Ask``.
         number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
-            number again, it repeats its reply. The number is 0 for a message that is never repeated.
+            number again, it repeats its first reply. The number is 0 for a message that is never repeated.
     """
 
     acks: list[Any]
