@@ -62,7 +62,7 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
 
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
-        server: Whether to connect to the server.
+        server: Whether to test the connection to the server.
         data: Whether to check the site's data too. If False, the site may be started for another job, so a refusal of
             the job in the site's folder is only a warning.
 

@@ -114,7 +114,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Before memory is allocated for the clients, raise an error if ids or the number of clients are invalid.
+    """Raise an error if ids or the number of clients are invalid. Memory is allocated only after this check.
 
     Args:
         clients: The ids of the clients at this site.

@@ -48,7 +48,7 @@ class SiteEntry(Setting):
         data: The path of the site's data file, on the site's machine. Instead of this entry, the site's own settings
             can name the file.
         keys: The folder on the site's machine with the keys for masking labels, which are the same for all sites.
-        allow: Top-level packages at the site whose code a spec may name, as ``module:Class``.
+        allow: Top-level packages at the site. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files on the site's machine. In a trial without the sites' own data, a spec may name
             these data sets and files.
         tells: Whether the site also sends metrics on its own samples. In any case, the site sends sums, from which the
@@ -70,7 +70,7 @@ class ServerEntry(Setting):
         port: The port to which sites and administrators connect. The port must be open.
         data: The server's file of test samples, if sites have their own data. Without this file, each site measures the
             model on a part of its own data (``evaluation.client_test``).
-        allow: Top-level packages at the server whose code a spec may name, as ``module:Class``.
+        allow: Top-level packages at the server. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """
 

@@ -250,7 +250,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Match:
-    """A request that the guard allows, with the entry of the job's declaration that allows the request.
+    """A request that the guard allows because of an entry of the job's declaration.
 
     Args:
         client: The client to which the request is addressed.

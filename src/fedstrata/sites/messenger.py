@@ -17,8 +17,7 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""The minimum number of seconds that a site has to load its data and set up its clients, even if ``patience`` is
-shorter."""
+"""The minimum number of seconds for a site to load its data and set up its clients, even if ``patience`` is shorter."""
 
 MOST_AT_ONCE = 64
 """The maximum number of sites to which messages are sent at the same time."""

@@ -78,10 +78,10 @@ class Policy(Setting):
         megabytes: The largest total size of all answers to a job, in megabytes.
         starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
-        surveys: The largest number of different statistics of the site's own data that the site sends to jobs that are
-            not approved. A spec with another seed holds out different samples for tests. Two answers can therefore
-            differ by a single sample and reveal this sample. The limit also holds for the descriptions (``[data]``)
-            that jobs try on the data. Failed requests count too, because an error reveals something about the data.
+        surveys: The largest number of different statistics of its own data that the site sends to jobs that are not
+            approved. A spec with another seed holds out different samples for tests. Two answers can therefore differ
+            by a single sample and reveal this sample. The limit also holds for the descriptions (``[data]``) that jobs
+            try on the data. Failed requests count too, because an error reveals something about the data.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) that a job may set. With 0, jobs do not need differential privacy,

@@ -111,7 +111,7 @@ class SiteSettings(Setting):
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
-        allow: Top-level packages on this machine whose code a spec may name, as ``module:Class``.
+        allow: Top-level packages on this machine. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
         tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). The
             server always sees sums over the samples.

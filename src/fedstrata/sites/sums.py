@@ -100,7 +100,7 @@ class SiteGroup(LocalGroup):
         places: The indices of the site's clients within the group.
         send: A function that sends an encoded ``Part`` to the server, and returns the reply.
         patience: The number of seconds within which the site must reply. A client waits for the other clients for at
-            most ``SHARE`` times this time.
+            most this time × ``SHARE``.
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:

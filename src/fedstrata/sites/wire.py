@@ -36,7 +36,7 @@ class Survey(Message):
 
     Args:
         spec: The experiment as TOML. The section ``[data]`` of the spec describes the data.
-        clients: The id of the client at this site, as a list with one element.
+        clients: A list with one element: the id of the client at this site.
         total: The total number of clients.
         tests: Whether the site must have test samples.
     """
