@@ -17,7 +17,7 @@ COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
 
 
 class Layout(argparse.HelpFormatter):
-    """A formatter for help, which keeps the line breaks of descriptions and examples, and wraps long lines."""
+    """A formatter for help. It keeps the line breaks of descriptions and examples, and wraps long lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, READABLE))

@@ -51,7 +51,7 @@ SUMMED = ("samples", "seconds")
 """Columns that are summed over a reference's runs. Numbers of clients are also summed; other columns are averaged."""
 
 MEASURED = ("test", "validation")
-"""Two keys of a record, whose values are dicts of metrics."""
+"""Two keys of a record. Their values are dicts of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
 """The columns about communication. The runs of a reference do not communicate, so these columns are 0."""

@@ -82,7 +82,7 @@ class Sweep:
 
     @property
     def tuned(self) -> dict[str, Experiment]:
-        """A mapping from each method to the experiment with the method's best settings, which ``compare`` can run."""
+        """A mapping from each method to the experiment with the method's best settings, for use in ``compare``."""
         return {method: self.cells[label].spec for method, label in self.best_of_methods.items()}
 
 

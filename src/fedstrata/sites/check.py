@@ -117,7 +117,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check that a site accepts the job in the site's folder, and that the site has the device that the job needs."""
+    """Check that a site accepts the job in the site's folder, and has the device for this job."""
     from fedstrata.clients.training.devices import device_of
     from fedstrata.spec.experiment import Experiment
 

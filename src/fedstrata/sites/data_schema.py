@@ -236,7 +236,7 @@ def _unfit(path: Path, public: str, private: str = "") -> DataError:
 
 @contextmanager
 def _public_errors() -> Iterator[None]:
-    """Log any error of the ``with`` block, and raise an error that contains only the text that may leave the site."""
+    """Log any error of the ``with`` block, and raise an error with only the text that may leave the site."""
     try:
         yield
     except Exception as error:

@@ -47,7 +47,7 @@ class SiteEntry(Setting):
     Args:
         data: The path of the site's data file, on the site's machine. Instead of this entry, the site's own settings
             can name the file.
-        keys: The folder on the site's machine with the keys for masking labels, which are the same for all sites.
+        keys: The folder on the site's machine with the keys for masking labels. All sites have the same keys.
         allow: Top-level packages at the site. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files on the site's machine. In a trial without the sites' own data, a spec may name
             these data sets and files.

@@ -1,4 +1,4 @@
-"""Read and check a site's limits on jobs, which are in the file ``policy.toml`` in the site's folder."""
+"""Read a site's limits on jobs from ``policy.toml`` in the site's folder, and check jobs against these limits."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class Policy(Setting):
         Args:
             job: The hash of the job.
             answer: The reply, or a key that identifies the reply.
-            before: The earlier replies to all jobs, which the site may send again.
+            before: The earlier replies to all jobs. The site may send these replies again.
             topic: A description of the replies, for the error message.
 
         Raises:

@@ -50,7 +50,7 @@ class SecureSums:
         self._client_of = {site: client for client, site in enumerate(self._site_of)}
         self._server: Server | None = None
         self.packages: dict[str, Any] = {}
-        """A mapping from each site to the keys for its next roster, which the site sent with an earlier reply."""
+        """A mapping from each site to the keys that the site sent for its next roster."""
 
     def ask(
         self,

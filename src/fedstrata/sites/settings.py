@@ -86,7 +86,7 @@ class JobSpec:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
-        """Create a ``JobSpec`` from a dict of its fields, which is part of a job's configuration."""
+        """Create a ``JobSpec`` from the dict of its fields in a job's configuration."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
     def site_of_client(self, connected: Sequence[str]) -> list[str]:
@@ -105,8 +105,8 @@ class SiteSettings(Setting):
 
     Args:
         data: The data file of the site or the server; None if the spec names the data.
-        keys: The folder with the keys for masking labels, which are the same for all sites. This setting is never used
-            at the server.
+        keys: The folder with the keys for masking labels. All sites have the same keys. This setting is never used at
+            the server.
         patience: The number of seconds for which the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.

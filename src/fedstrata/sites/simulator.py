@@ -181,7 +181,7 @@ def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Watch:
-    """A watcher that calls callbacks with the record of each round that the server writes to the run folders."""
+    """A watcher of run folders, which calls callbacks with each round's record after the server has written it."""
 
     def __init__(self, folders: Sequence[Path], callbacks: Sequence[Callback]) -> None:
         self._files = [folder / METRICS for folder in folders]

@@ -611,7 +611,7 @@ class SiteRun:
         return fields
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return further replies of the last exchange, which did not fit into the previous messages."""
+        """Return those replies of the last exchange that did not fit into the previous messages."""
         if more.exchange != self._exchange:
             raise WireError(f"the replies of exchange {more.exchange} are no longer stored")
         return self._next_answers()

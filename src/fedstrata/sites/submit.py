@@ -103,7 +103,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 
 
 class Watch:
-    """The administrator's connection to the server, which submits and watches a job, and fetches its result.
+    """The administrator's connection to the server. It submits and watches a job, and fetches the job's result.
 
     If the server is unreachable, each request waits for ``POLL`` seconds, and then has no result.
 
@@ -121,8 +121,8 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """A mapping from each party (a site or the server) to the number of times that the job was submitted again
-        because of this party. The number is reset to 0 when the party works again."""
+        """For each party (a site or the server), how many times the job was submitted again because of this party. The
+        number is reset to 0 when the party works again."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None

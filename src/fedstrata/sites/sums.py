@@ -93,7 +93,7 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The clients of one site, which run in threads and add up tensors with clients at other sites.
+    """The clients of one site. They run in threads, and add up tensors with clients at other sites.
 
     Args:
         group: The name of the group.

@@ -32,7 +32,7 @@ class SiteRefusedError(FedstrataError):
 
 @record("Survey")
 class Survey(Message):
-    """The request for statistics of a site's training samples, which is sent before a run on the sites' own data.
+    """The request for statistics of a site's training samples, before a run on the sites' own data.
 
     Args:
         spec: The experiment as TOML. The section ``[data]`` of the spec describes the data.
@@ -53,7 +53,7 @@ class Surveyed(Message):
 
     Args:
         statistics: The statistics of the site's training samples.
-        fingerprint: A keyed hash of the site's data file, which does not reveal the file's content.
+        fingerprint: A keyed hash of the site's data file. The hash does not reveal the file's content.
     """
 
     statistics: Statistics
