@@ -47,7 +47,7 @@ def add_command(
         imports: Whether the command may import Python code that a spec names (from installed packages or from the
             working directory). Commands that only inspect specs or results may import code only with ``--trust``
             (``add_trust``).
-        defaults: Attributes of the parsed options, such as ``work``, which is the function that runs the command.
+        defaults: Attributes of the parsed options, such as ``work``, the function that runs the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     parser = commands.add_parser(
@@ -83,7 +83,7 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
 def _console() -> Console:
     """Return a console that raises ``BrokenPipeError`` if its output is closed.
 
-    In this case, Rich's own console would exit with code 1.
+    With closed output, Rich's own console would exit with code 1.
     """
     from rich.console import Console
 
@@ -123,7 +123,7 @@ def show_paragraphs(*paragraphs: Text) -> None:
 
 
 def show_link(word: str, path: Path) -> None:
-    """Print the URL of a file as a link, which a click in the terminal opens."""
+    """Print the URL of a file as a link that can be clicked in the terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -190,7 +190,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If the error reports an unknown key, name in its message the sections that have this key."""
+    """Return the error. If the error reports an unknown key, add the sections with this key to its message."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")

@@ -2,8 +2,8 @@
 
 The list is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
 compares the file with the code. A section such as ``partition`` accepts several names, such as ``dirichlet``. Each name
-stands for a Python class, called a *kind* of the section. If a section has only one class, its only kind has an empty
-name.
+stands for a Python class, called a *kind* of the section. If a section has only one class, the name of this kind is
+empty.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 
 
 def owners(key: str, besides: str = "") -> list[str]:
-    """List the sections that have a key. For example, the list is ``["partition (dirichlet)"]``.
+    """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If the key belongs only to some names in a section, these names follow the section in brackets.
+    If only some names in a section have the key, these names follow the section in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.
@@ -109,7 +109,7 @@ def owners(key: str, besides: str = "") -> list[str]:
 
 
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
-    """Describe a function by its docstring and its settings, which begin after argument number ``given``."""
+    """Describe a function by its docstring and its settings: the arguments after the first ``given`` arguments."""
     if not callable(function):
         raise SpecError(
             "name", f"is the path of a {type(function).__name__}. Give the path of a class or function.", name

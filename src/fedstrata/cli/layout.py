@@ -17,7 +17,7 @@ COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
 
 
 class Layout(argparse.HelpFormatter):
-    """A formatter for help, which keeps the line breaks of descriptions and examples, and wraps long lines."""
+    """A formatter for help. It keeps the line breaks of descriptions and examples, and wraps long lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, READABLE))
@@ -33,7 +33,7 @@ class Layout(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in the same form as the commands."""
+    """An argument parser that reports errors as the commands do."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with code 2."""
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 def say(message: object) -> None:
     """Print an error or a note on standard error.
 
-    The text wraps between words in a terminal, and is otherwise one line.
+    In a terminal, the text wraps between words. Elsewhere, it is one line.
     """
     text = printable(message)
     if sys.stderr.isatty():

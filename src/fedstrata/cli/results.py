@@ -256,7 +256,7 @@ def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """Split overrides into fixed settings and a grid.
 
     Returns:
-        The overrides with a single value, and a mapping from each other key to its values.
+        The overrides with a single value, and a mapping from each key with several values to these values.
     """
     from fedstrata.spec.experiment import parse_value, split_values
 

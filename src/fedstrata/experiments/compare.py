@@ -299,8 +299,8 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
         in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        True if runs need forks, and False if new processes are enough. None if forks are needed but impossible, so that
-        this process must execute one run after another.
+        True if runs need forks, and False if new processes are enough. None if forks are needed but impossible; this
+        process must then execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):

@@ -51,10 +51,10 @@ SUMMED = ("samples", "seconds")
 """Columns that are summed over a reference's runs. Numbers of clients are also summed; other columns are averaged."""
 
 MEASURED = ("test", "validation")
-"""Two keys of a record, whose values are dicts of metrics."""
+"""Two keys of a record. Their values are dicts of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
-"""The columns about communication. References do not communicate, so these columns are 0."""
+"""The columns about communication. The runs of a reference do not communicate, so these columns are 0."""
 
 
 def reference_runs(
@@ -63,9 +63,9 @@ def reference_runs(
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
     The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
-    round, ``everything`` computes as many per-sample gradients as all invited clients together in an average federated
-    round. The reference ``local`` has a run ``client-K`` for every client, in which the client trains in every round.
-    All other settings, such as the learning rate, come from the first experiment.
+    round, this run computes as many per-sample gradients as all invited clients of an average federated round together.
+    In the reference ``local``, every client with samples trains in every round of its run ``client-K``. All other
+    settings, such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.
@@ -101,7 +101,7 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return settings of ``training`` with which one client has as much work per round as all invited clients together.
+    """Return settings of ``training`` that give one client as much work per round as all invited clients together.
 
     Args:
         spec: The federated experiment.

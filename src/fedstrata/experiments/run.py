@@ -76,7 +76,7 @@ def carry_out(
     resume: bool = False,
     callbacks: Sequence[Callback | Watcher] = (),
 ) -> History:
-    """Run an experiment like ``run``, but do not show the progress, and do not warn at the end."""
+    """Run an experiment as ``run`` does, but without showing progress and without a warning at the end."""
     folder = None if out is None else Path(out)
     if engine == "nvflare":
         # NVFlare runs the rounds in another process, which cannot access data, models or callbacks of this process.

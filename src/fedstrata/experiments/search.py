@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 STUDY, NAME = "study.db", "sweep"
-"""The name of Optuna's file in a search's folder, and of the study in this file. Optuna's dashboard reads the file."""
+"""The names of Optuna's file in a search's folder, and of the study in this file. Optuna's dashboard reads the file."""
 
 PRUNED = "pruned"
-"""The first word of the reason why a run ended, if its trial was pruned (stopped early because of bad results)."""
+"""If a trial is pruned (stopped early because of bad results), the reason why its run ended begins with this word."""
 
 STARTUP = 5
 """The number of trials that must run to their end before Optuna prunes any trial."""

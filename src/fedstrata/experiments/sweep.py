@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TABLE, FIGURES, BEST = "sweep.md", "sweep.json", "best.toml"
-"""The files of a sweep, in addition to its runs: the table, its numbers, and the spec of the best cell."""
+"""The files of a sweep, in addition to its runs: the table, its numbers as JSON, and the spec of the best cell."""
 
 TUNED = "compare.toml"
 """The file of a sweep over several methods: a spec that compares the methods, each with its best settings."""
@@ -82,7 +82,7 @@ class Sweep:
 
     @property
     def tuned(self) -> dict[str, Experiment]:
-        """A mapping from each method to the experiment with the method's best settings, which ``compare`` can run."""
+        """A mapping from each method to the experiment with the method's best settings, for use in ``compare``."""
         return {method: self.cells[label].spec for method, label in self.best_of_methods.items()}
 
 
@@ -101,7 +101,7 @@ def sweep(
     As in ``compare``, finished runs in ``out`` are not repeated, and interrupted runs continue from their last
     checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
     several cells have the best mean, the first of these cells is the best cell. If the grid has several methods, a best
-    cell is found for each method. You can then pass the result's attribute ``tuned`` to ``compare``.
+    cell is found for each method. You can then pass the attribute ``tuned`` of the result to ``compare``.
 
     Args:
         table: The spec as nested dicts, as ``tomllib`` returns them. The spec must set ``evaluation.validation``.
@@ -126,7 +126,7 @@ def sweep(
 
 
 def write(result: Sweep, out: Path) -> None:
-    """Write a sweep's table (also as JSON), the best spec, and a spec that compares the best settings of methods."""
+    """Write a sweep's table (also as JSON), the best spec, and a spec that compares the methods' best settings."""
     write_json(out / FIGURES, figures(result))
     replace_file(out / TABLE, to_markdown(result).encode())
     specs = {
@@ -143,7 +143,7 @@ def write(result: Sweep, out: Path) -> None:
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
     """Return a mapping from labels, such as ``lr=0.1,mu=1``, to the cells of a grid.
 
-    From cell to cell, the value of the last key changes fastest.
+    The value of the last key changes fastest from cell to cell.
 
     Raises:
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
@@ -288,7 +288,7 @@ def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _of_methods(result: Sweep, rows: Mapping[str, T]) -> list[T]:
-    """Return the rows of the methods' best cells; an empty list if there is one method, or one cell per method."""
+    """Return the rows of the methods' best cells. With only one method, or one cell per method, the list is empty."""
     bests = [rows[label] for label in result.best_of_methods.values()]
     return bests if 1 < len(bests) < len(rows) else []
 
@@ -307,7 +307,7 @@ def verdict(result: Sweep) -> str:
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec with a table ``[compare.LABEL]`` per experiment, which contains the sections that differ."""
+    """Return a spec with a table ``[compare.LABEL]`` per experiment. The tables contain the sections that differ."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

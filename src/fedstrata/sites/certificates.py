@@ -21,7 +21,7 @@ ROOT_DAYS = 3650
 signs."""
 
 WARNED = timedelta(days=30)
-"""If a certificate is valid for less than this time, its owner gets a warning."""
+"""If a certificate expires in less than this time, its owner gets a warning."""
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"

@@ -62,9 +62,9 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
 
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
-        server: Whether to connect to the server.
-        data: Whether to check the site's data too. If False, the site may be started for another job, so its refusal of
-            the job in its folder is only a warning.
+        server: Whether to test the connection to the server.
+        data: Whether to check the site's data too. If False, the site may be started for another job, so a refusal of
+            the job in the site's folder is only a warning.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.
@@ -117,7 +117,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check that a site accepts the job in the site's folder, and that the site has the device that the job needs."""
+    """Check that a site accepts the job in the site's folder, and has the device for this job."""
     from fedstrata.clients.training.devices import device_of
     from fedstrata.spec.experiment import Experiment
 

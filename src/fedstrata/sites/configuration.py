@@ -23,7 +23,7 @@ CLASSES = (
 """The only classes that a job's configuration may name."""
 
 ERROR = "error.json"
-"""The file in a run folder that contains the error that ended the run."""
+"""The file in the run folder for the error that ended the run."""
 
 
 RESULT = "fedstrata"

@@ -81,8 +81,8 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         begin: The server's first message, which describes the run.
         data: The site's own data file; None if the site's settings do not name a file.
         keys: The keys that clients use to mask their labels.
-        tells: Whether the site also sends the values of its own metrics. In any case, the site sends sums, from which
-            the server computes the metrics over all sites.
+        tells: Whether the site also sends metrics on its own samples. In any case, the site sends sums, from which the
+            server computes the metrics over all sites.
 
     Raises:
         SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.
@@ -114,7 +114,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Raise an error if ids or the number of clients are invalid, before memory is allocated for the clients.
+    """Raise an error if ids or the number of clients are invalid. Memory is allocated only after this check.
 
     Args:
         clients: The ids of the clients at this site.
@@ -236,7 +236,7 @@ def _unfit(path: Path, public: str, private: str = "") -> DataError:
 
 @contextmanager
 def _public_errors() -> Iterator[None]:
-    """Log any error of the ``with`` block, and raise an error that contains only the text that may leave the site."""
+    """Log any error of the ``with`` block, and raise an error with only the text that may leave the site."""
     try:
         yield
     except Exception as error:

@@ -17,7 +17,7 @@ WAIT = 0.5
 """The number of seconds between two checks whether enough sites can be reached."""
 
 Fewer = Literal["wait", "abort", "go-on"]
-"""The reaction if too few sites can be reached: wait for more sites, end the run, or continue with fewer sites."""
+"""What the server does if it reaches too few sites: wait for more, end the run, or continue with fewer."""
 
 
 class SiteDirectory:
@@ -83,7 +83,7 @@ class SiteDirectory:
         """Return a site's state and the reason for this state.
 
         The states are ``in`` (the site takes part), ``refused``, ``gone`` (the site cannot be reached) and ``late``
-        (the site's last reply did not come in time). For ``in``, the reason is empty.
+        (the site's last reply did not come in time). If the state is ``in``, the reason is empty.
         """
         if site in self.excluded:
             return "refused", self.excluded[site]

@@ -55,7 +55,7 @@ class NVFlareEngine(Engine):
     Args:
         config: The settings that server and clients share.
         messenger: The messenger that sends messages to the sites.
-        sums: The object that adds up tensors from several sites, which some methods need.
+        sums: The object that adds up tensors from several sites. Some methods need such sums.
         spec: The experiment as TOML.
         run: The name of the run. Sites store their clients' states under this name.
         direct: True if the model of a relay goes from site to site; False if the model returns to the server after each

@@ -47,12 +47,12 @@ class SiteEntry(Setting):
     Args:
         data: The path of the site's data file, on the site's machine. Instead of this entry, the site's own settings
             can name the file.
-        keys: The folder on the site's machine with the keys for masking labels, which are the same for all sites.
-        allow: Top-level packages at the site whose code a spec may name, as ``module:Class``.
+        keys: The folder on the site's machine with the keys for masking labels. All sites have the same keys.
+        allow: Top-level packages at the site. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files on the site's machine. In a trial without the sites' own data, a spec may name
             these data sets and files.
-        tells: Whether the site also sends the values of its own metrics. In any case, the site sends sums, from which
-            the server computes the metrics over all sites.
+        tells: Whether the site also sends metrics on its own samples. In any case, the site sends sums, from which the
+            server computes the metrics over all sites.
     """
 
     data: str | None = None
@@ -70,7 +70,7 @@ class ServerEntry(Setting):
         port: The port to which sites and administrators connect. The port must be open.
         data: The server's file of test samples, if sites have their own data. Without this file, each site measures the
             model on a part of its own data (``evaluation.client_test``).
-        allow: Top-level packages at the server whose code a spec may name, as ``module:Class``.
+        allow: Top-level packages at the server. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """
 
@@ -88,8 +88,8 @@ class Sites(Setting):
         federation: The name of the federation. All certificates of the federation contain this name.
         patience: The number of seconds within which a site must answer.
         least: The smallest number of sites that must answer, before the first round and in every round.
-        fewer: The reaction when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
-            the run, or ``go-on`` with fewer sites.
+        fewer: What the server does if fewer than ``least`` sites answer: ``wait`` until enough sites answer again,
+            ``abort`` the run, or ``go-on`` with fewer sites.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
             encrypted from end to end. ``server``: the model returns to the server after every client.
         days: The number of days for which the certificates are valid.

@@ -241,7 +241,7 @@ class Quota:
 
 
 REPEATS = 3
-"""How often a request may be repeated because clients failed, if its clients add up tensors together. The number is
+"""If clients add up tensors together for a request: how often it may be repeated because clients failed. The number is
 limited, because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]
@@ -250,7 +250,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Match:
-    """A request that the guard allows, with the entry of the job's declaration that allows the request.
+    """A request that the guard allows because of an entry of the job's declaration.
 
     Args:
         client: The client to which the request is addressed.

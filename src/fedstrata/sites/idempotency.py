@@ -29,7 +29,7 @@ class RequestCache:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._newest, self._answer = 0, Future[bytes]()
         self.pulse = (0, 0)
-        """The number of the last request on which the site began to work, and the size of its reply in bytes (or
+        """The number of the last request on which the site began to work, and the size of the reply in bytes (or
         ``AT_WORK``)."""
 
     def answer(self, number: int, work: Callable[[], bytes]) -> bytes:

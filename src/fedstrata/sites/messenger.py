@@ -17,8 +17,7 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""The minimum number of seconds that a site has to load its data and set up its clients, even if ``patience`` is
-shorter."""
+"""The minimum number of seconds for a site to load its data and set up its clients, even if ``patience`` is shorter."""
 
 MOST_AT_ONCE = 64
 """The maximum number of sites to which messages are sent at the same time."""
@@ -35,7 +34,7 @@ class Transport(Protocol):
             data: The encoded message.
             patience: The number of seconds to wait for the reply.
             number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
-                number again, it repeats its reply.
+                number again, it repeats its first reply.
 
         Raises:
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.

@@ -136,7 +136,7 @@ def _start_threads_of(owner: type[Any]) -> None:
 
 
 def _start_threads(*pools: ThreadPoolExecutor) -> None:
-    """Start up to ``AT_ONCE`` threads of each pool now."""
+    """Start at most ``AT_ONCE`` threads of each pool now."""
     started = threading.Event()
     for pool in pools:
         for _ in range(min(AT_ONCE, pool._max_workers)):
@@ -194,9 +194,9 @@ def survive_kill(run: Path) -> None:
 def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Callable[[str], bool]) -> None:
     """Refuse clients by name at registration and at heartbeats, and log out refused clients that are connected.
 
-    Immediately before NVFlare compares a name with the certificate, it asks whether the name is disabled. NVFlare's own
-    list of disabled names can only be changed by an administrator. If we did not log out a refused client, NVFlare
-    would send jobs to this client for two more minutes.
+    Immediately before NVFlare compares a name with the certificate, it asks whether the name is disabled. Only an
+    administrator can change NVFlare's own list of disabled names. If we did not log out a refused client, NVFlare would
+    send jobs to this client for two more minutes.
 
     Seen in NVFlare 2.9.0, ``private/fed/server/client_manager.py`` (``ClientManager.is_client_disabled``) and
     ``private/fed/server/fed_server.py`` (``logout_client``).

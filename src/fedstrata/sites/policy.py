@@ -1,4 +1,4 @@
-"""Read and check a site's limits on jobs, which are in the file ``policy.toml`` in the site's folder."""
+"""Read a site's limits on jobs from ``policy.toml`` in the site's folder, and check jobs against these limits."""
 
 from __future__ import annotations
 
@@ -66,44 +66,44 @@ class Policy(Setting):
     Args:
         jobs: The jobs that may run. ``approved``: only jobs with a hash in the key ``approved``. ``within-policy``:
             every job that the other limits allow.
-        approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
+        approved: Hashes of specs, from the output of ``fedstrata asks``. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their requests.
         min_samples: The smallest number of samples from which the site computes a value that it sends. Such a value is
-            an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
+            an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more samples.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
             ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer.
-            Outside batches of Stratify, requests about fewer than ``min_samples`` samples are never answered.
+            Except in batches of Stratify, requests about fewer than ``min_samples`` samples are never answered.
         rounds: The largest number of rounds of a job.
         exchanges: The largest number of messages with requests that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
         starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
-        surveys: The largest number of different statistics of the site's own data that the site sends to jobs without
-            approval. A spec with another seed holds out different samples for tests. Two answers can therefore differ
+        surveys: The largest number of different statistics of its own data that the site sends to jobs that are not
+            approved. A spec with another seed holds out different samples for tests. Two answers can therefore differ
             by a single sample and reveal this sample. The limit also holds for the descriptions (``[data]``) that jobs
-            try on the data, and for requests that fail, because an error reveals something about the data.
+            try on the data. Failed requests count too, because an error reveals something about the data.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
-        dp: The smallest noise (``privacy.dp.noise``) that a job must use. With 0, jobs do not need differential
-            privacy, except if ``budget`` is set.
-        outside_dp: Names of the values that a job with differential privacy may compute from the site's samples without
-            noise. The names are ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list
-            has an effect only if the site requires differential privacy.
+        dp: The smallest noise (``privacy.dp.noise``) that a job may set. With 0, jobs do not need differential privacy,
+            except if ``budget`` is set.
+        outside_dp: Names of the values to which a job with differential privacy need not add noise. The names are
+            ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect only if
+            the site requires differential privacy.
         budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
             a round that would exceed this budget. Default: no limit.
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
-            so that the server sees only the final model. ``server``: the server may see the model after every client.
+            so that the server sees only the final model. ``server``: the server may see every intermediate model.
         client_noise: The smallest noise of clients (``privacy.clients.noise`` with ``noise_from = "sites"``) that a job
-            must use. With 0, jobs do not need this noise.
-        colluding: The smallest number of colluding clients (``privacy.clients.colluding``) that a job must assume if
-            its clients add noise.
+            may set. With 0, jobs do not need this noise.
+        colluding: The smallest number of colluding clients (``privacy.clients.colluding``) that a job may set if its
+            clients add noise.
         sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
             with ``privacy.sums = "plain"``. ``plain``: jobs may use plain or secure sums.
-        parties: The smallest number of sites that must contribute to a secure sum, at least 3.
-        peers: The certificate fingerprints of the other sites in secure sums, as ``fedstrata check`` prints them. Get
-            each fingerprint from the site itself, and not from the server. Default: every site with a certificate of
-            the federation.
+        parties: The smallest number of sites in a secure sum, at least 3.
+        peers: The certificate fingerprints of the other sites in secure sums, from the output of ``fedstrata check``.
+            Get each fingerprint from the site itself, and not from the server. Default: every site with a certificate
+            of the federation.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"
@@ -240,12 +240,12 @@ class Policy(Setting):
         return f"{values} would be sent without noise, but this site allows only: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Raise an error if the site has already sent ``surveys`` different replies about its data to other jobs.
+        """Raise an error if other jobs already got as many different replies about the data as ``surveys`` allows.
 
         Args:
             job: The hash of the job.
             answer: The reply, or a key that identifies the reply.
-            before: The earlier replies to all jobs, which the site may send again.
+            before: The earlier replies to all jobs. The site may send these replies again.
             topic: A description of the replies, for the error message.
 
         Raises:
@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the spec's privacy settings, with the policy's ``min_samples`` and ``below`` if its minimum is larger.
+        """Return ``privacy``, with this policy's ``min_samples`` and ``below`` if this ``min_samples`` is larger.
 
         Args:
             privacy: The privacy settings of the spec.

@@ -34,8 +34,8 @@ Steps = tuple[str, ClientId, float, float]
 """The key under which steps are counted: the job, the client, the noise, and the sampling probability.
 
 The job is a string: the hash of the job, a slash, and the federation. The clients of a job have different samples. If a
-site copies its file into another federation's kit, the same spec counts as another job, because the site's client may
-have another id there.
+site copies its file into another federation's kit, the same spec is another job there, because the site's client may
+have another id.
 """
 
 

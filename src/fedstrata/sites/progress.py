@@ -72,7 +72,7 @@ def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
     """Return a description of a run for its progress: the name of the run folder, the title, and the main settings.
 
     Args:
-        history: The history of the run, of which only the method and the seed are used.
+        history: The history of the run. Only its method and its seed are used.
         folder: The run folder.
         spec: The text of the spec.
     """

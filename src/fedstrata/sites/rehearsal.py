@@ -52,7 +52,7 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Run a deployment's experiment in this process on its data files, with the same result as in the deployment.
+    """Run a deployment's experiment in this process, on the deployment's data files and with the same result.
 
     Args:
         spec: The experiment.

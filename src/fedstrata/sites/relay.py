@@ -67,7 +67,7 @@ class SiteRelay:
         self._site_of_client = messenger.directory.site_of_client
         self._hops: list[_Hop] = []
         self._trail: list[int] = []
-        """The index of the last hop of each site, in ascending order. Each site still stores the model after its last
+        """The index of the last hop of each site, in ascending order. Each site still stores the model of its last
         hop."""
         self._sites: set[str] = set()
         self._last: _Hop | None = None

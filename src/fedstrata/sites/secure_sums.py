@@ -50,7 +50,7 @@ class SecureSums:
         self._client_of = {site: client for client, site in enumerate(self._site_of)}
         self._server: Server | None = None
         self.packages: dict[str, Any] = {}
-        """A mapping from each site to the keys for its next roster, which the site sent with an earlier reply."""
+        """A mapping from each site to the keys that the site sent for its next roster."""
 
     def ask(
         self,
@@ -125,7 +125,7 @@ class SecureSums:
         return sorted(sites & present & self.packages.keys())
 
     def _ask_vectors(self, federation: Federation, exchange: Exchange, reached: Requests, length: int) -> None:
-        """Send the request to the members, and pass the masked vectors that arrive in time to ``exchange``."""
+        """Send the request to the members, and pass to ``exchange`` the masked vectors that arrive in time."""
         begun: dict[ClientId, Request] = {}
         log = federation.log
         for client, request in reached.items():

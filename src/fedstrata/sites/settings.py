@@ -86,7 +86,7 @@ class JobSpec:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
-        """Create a ``JobSpec`` from a dict of its fields, which is part of a job's configuration."""
+        """Create a ``JobSpec`` from the dict of its fields in a job's configuration."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
     def site_of_client(self, connected: Sequence[str]) -> list[str]:
@@ -105,18 +105,18 @@ class SiteSettings(Setting):
 
     Args:
         data: The data file of the site or the server; None if the spec names the data.
-        keys: The folder with the keys for masking labels, which are the same for all sites. This setting is never used
-            at the server.
+        keys: The folder with the keys for masking labels. All sites have the same keys. This setting is never used at
+            the server.
         patience: The number of seconds for which the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
-        allow: Top-level packages on this machine whose code a spec may name, as ``module:Class``.
+        allow: Top-level packages on this machine. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
         tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). The
             server always sees sums over the samples.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, and specs may
-            name any code. Missing keys are created, and the server sees the full text of errors.
+            name any code. Missing keys for masking are created, and the server sees the full text of errors.
     """
 
     data: Path | None = None

@@ -60,8 +60,8 @@ def simulate(
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
-            up to the number of processors (up to 3 if there are fewer processors). A resumed run keeps its sites,
-            because the sites store the clients' states.
+            but at most one site per processor (or 3 sites, if there are fewer processors). A resumed run keeps its
+            number of sites, because the sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
         patience: The number of seconds within which a site must reply.
@@ -181,7 +181,7 @@ def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Watch:
-    """A watcher that calls callbacks with the record of each round that the server writes to the run folders."""
+    """A watcher of run folders, which calls callbacks with each round's record after the server has written it."""
 
     def __init__(self, folders: Sequence[Path], callbacks: Sequence[Callback]) -> None:
         self._files = [folder / METRICS for folder in folders]

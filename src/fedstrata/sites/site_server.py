@@ -64,7 +64,7 @@ HARMLESS = (
     *(UnusableDataError, RuleError, LateError),
 )
 """Errors whose text the server and other sites may read. Such a text describes only messages that the reader sent, the
-spec, or which requirement a column violates."""
+spec, or the requirement that a column violates."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Messages before the first round. The ledger also records failures of these messages, because a failure reveals that
@@ -428,8 +428,8 @@ class SiteRun:
         """Begin a run with the clients' states that were stored after round ``begin.round`` or an earlier round.
 
         Returns:
-            The run, the round of the restored states, and the clients without stored states, which were at other sites
-            before.
+            The run, the round of the restored states, and the clients whose states are not stored, because these
+            clients were at other sites before.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -611,7 +611,7 @@ class SiteRun:
         return fields
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return further replies of the last exchange, which did not fit into the previous messages."""
+        """Return those replies of the last exchange that did not fit into the previous messages."""
         if more.exchange != self._exchange:
             raise WireError(f"the replies of exchange {more.exchange} are no longer stored")
         return self._next_answers()

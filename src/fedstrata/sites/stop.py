@@ -14,7 +14,7 @@ GRACE = 10.0
 """The number of seconds between SIGTERM and SIGKILL, in which processes can end by themselves."""
 
 ROUNDED = 60.0
-"""The operating system reports the start time of a process with at most this error, in seconds."""
+"""The maximum error in seconds of the start time that the operating system reports for a process."""
 
 
 def stop(kit: Path) -> int:

@@ -52,8 +52,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
-    late or was restarted. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted, or if a connected site joined late or was restarted, and so
+    does not take part. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, which ``provision`` wrote.
@@ -103,7 +103,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 
 
 class Watch:
-    """The administrator's connection to the server, which submits and watches a job, and fetches its result.
+    """The administrator's connection to the server. It submits and watches a job, and fetches the job's result.
 
     If the server is unreachable, each request waits for ``POLL`` seconds, and then has no result.
 
@@ -121,14 +121,14 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """A mapping from each party (a site or the server) to the number of times that the job was submitted again
-        because of this party. The number is reset to 0 when the party works again."""
+        """For each party (a site or the server), how many times the job was submitted again because of this party. The
+        number is reset to 0 when the party works again."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
         self._last_reports: dict[str, str] = {}
-        """The last report on each subject, such as ``status``. A report is not repeated if its text is the same."""
+        """The last report on each subject, such as ``status``. A report with the same text is not repeated."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
         """The error of the last request to the server; empty if the server replied."""

@@ -51,7 +51,7 @@ class Sums:
             self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
 
     def abort(self, group: str, reason: str) -> None:
-        """Make all further sums of a group of clients fail."""
+        """Let all further sums of a group of clients fail."""
         with self._lock:
             entry = self._groups.get(group)
         if entry is not None:
@@ -93,14 +93,14 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The clients of one site, which run in threads and add up tensors with clients at other sites.
+    """The clients of one site. They run in threads, and add up tensors with clients at other sites.
 
     Args:
         group: The name of the group.
         places: The indices of the site's clients within the group.
         send: A function that sends an encoded ``Part`` to the server, and returns the reply.
         patience: The number of seconds within which the site must reply. A client waits for the other clients for at
-            most ``SHARE`` times this time.
+            most this time × ``SHARE``.
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:

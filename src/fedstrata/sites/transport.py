@@ -27,7 +27,7 @@ RATE = 1e6
 are considered lost."""
 
 LOOK = 0.25
-"""The number of seconds between two checks of whether a call has ended, and between a failed call and the next call."""
+"""The number of seconds between two checks for the end of a call, and between a failed call and the next call."""
 
 FAILURES = 3
 """The number of failed calls after which the error of the last call is raised."""

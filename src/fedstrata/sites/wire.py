@@ -32,11 +32,11 @@ class SiteRefusedError(FedstrataError):
 
 @record("Survey")
 class Survey(Message):
-    """The request for statistics of a site's training samples, which is sent before a run on the sites' own data.
+    """The request for statistics of a site's training samples, before a run on the sites' own data.
 
     Args:
         spec: The experiment as TOML. The section ``[data]`` of the spec describes the data.
-        clients: The id of the client at this site, as a list with one element.
+        clients: A list with one element: the id of the client at this site.
         total: The total number of clients.
         tests: Whether the site must have test samples.
     """
@@ -53,7 +53,7 @@ class Surveyed(Message):
 
     Args:
         statistics: The statistics of the site's training samples.
-        fingerprint: A keyed hash of the site's data file, which does not reveal the file's content.
+        fingerprint: A keyed hash of the site's data file. The hash does not reveal the file's content.
     """
 
     statistics: Statistics
@@ -245,7 +245,7 @@ class Hop(Message):
         back: Whether the model returns to the server with the reply. Otherwise, the model stays at the site.
         ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
             the next site.
-        key: The ticket of the hop ``base``, with which this site fetches the model from the holder.
+        key: The ticket of the hop ``base``. This site needs the ticket to fetch the model from ``holder``.
     """
 
     exchange: int
@@ -340,7 +340,7 @@ class Part(Message):
         places: The indices of the site's clients within the group.
         tensors: The term of each client.
         step: The sequence number of the sum; 0 if the message is never repeated. If a message is repeated with the same
-            number, it gets the same total.
+            number, the reply contains the same total.
     """
 
     group: str
@@ -365,7 +365,7 @@ class Envelope(Message):
             acknowledgement again until the site has replied to a message that contains it.
         body: The message, such as ``Ask``.
         number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
-            number again, it repeats its reply. The number is 0 for a message that is never repeated.
+            number again, it repeats its first reply. The number is 0 for a message that is never repeated.
     """
 
     acks: list[Any]

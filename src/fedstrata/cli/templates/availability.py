@@ -1,4 +1,4 @@
-"""An availability model, which decides which clients are online in a round. Try it:
+"""An availability model, which chooses the clients that are online in a round. Try it:
 
 fedstrata run --set availability={module}:Nights
 """

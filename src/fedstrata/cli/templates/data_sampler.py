@@ -18,5 +18,5 @@ class Half(fs.DataSampler):
     share: float = Field(default=0.5, gt=0, le=1)  # a setting; set it with --set method.data_sampler.share=0.2
 
     def keep(self, federation, state, clients):
-        """Return the probability that a sample is used, the unchanged state, and values to record."""
+        """Return the probability of using a sample, the unchanged state, and values to record."""
         return self.share, state, {"kept": self.share}

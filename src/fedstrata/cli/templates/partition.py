@@ -15,7 +15,7 @@ class Leaning(fs.Partition):
     samples go to random clients.
 
     Args:
-        share: The fraction of a class that goes to clients that prefer this class. With 0, the partition is nearly IID.
+        share: The fraction of a class for the clients that prefer the class. With 0, the partition is nearly IID.
     """
 
     share: float = Field(default=0.8, ge=0, le=1)  # a setting; set it with --set partition.share=0.5

@@ -10,7 +10,7 @@ import fedstrata as fs
 
 
 class LongestAway(fs.ClientSampler):
-    """Invites the clients whose last invitation was the longest time ago. Ties are broken at random.
+    """Invites the clients that have waited longest since their last invitation. Ties are broken at random.
 
     Args:
         spread: Size of random changes to waiting times, in rounds. With 0, only the time since the last invitation
