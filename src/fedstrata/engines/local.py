@@ -33,7 +33,7 @@ number of per-sample gradients that the group computes in a round.
 """
 
 GRACE = 5.0
-"""The number of seconds to wait for the threads of a group to end after an interruption."""
+"""The maximum number of seconds to wait until the threads of an interrupted group have ended."""
 
 
 class LocalEngine(Engine):
@@ -140,7 +140,7 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure],
         run_locally: Callable[[ClientId], None],
     ) -> None:
-        """Compute the replies of clients in the workers and in this process, and add them to ``outcomes``.
+        """Compute clients' replies, in the workers and in this process, and add the replies to ``outcomes``.
 
         The replies of clients that failed in a worker are not added.
 

@@ -245,7 +245,7 @@ class WorkerHandle:
         hello: Ray's reference to the result of ``Worker.enter``; None if the result has arrived and the worker is
             ready.
         name: The worker's process and machine, for error messages.
-        running: The unfinished calls, keyed by Ray's references to them, in the order in which they were sent.
+        running: A mapping from Ray's references to the unfinished calls, in the order in which the calls were sent.
         weights: The current model of a relay, if this worker ran the relay's latest client; otherwise None.
     """
 

@@ -1,7 +1,7 @@
 """Compute the replies of clients in worker processes, in parallel with the main process.
 
 Workers are forks of the main process, and use the data, the model and the settings without copying them. Each worker
-uses one thread. Any free worker may compute any client's reply, because all workers compute the same result.
+uses one thread. Any free worker may compute any client's reply, because the result is the same in all workers.
 
 Two processes train a convolutional network 2.0 times as fast as one process, and an MLP 1.8 times as fast
 (``benchmarks/fast_paths.py``).

@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one ``Order`` object per phase. All request classes with this order use the same object.
+    For each client and phase, there is one ``Order`` object, which all request classes with this order share.
     """
 
     def refusal(self, request: Any) -> str:
@@ -343,7 +343,7 @@ class Fit(TrainingRequest):
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
         counts: Whether the reply may contain the number of samples used in training. Use False if clients keep their
-            sizes private, because the number reveals the client's size.
+            numbers of samples private.
     """
 
     rule = RequestRule("the model after its local training")

@@ -14,7 +14,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import ReplyRefusedError, WireError
 
 DIVERGED = "Reduce training.lr, or set training.clip."
-"""The advice in the error message if a reply contains NaN or infinity, which is a sign that training diverged."""
+"""The advice in errors about NaN or infinity in a reply. Such a reply is a sign that training diverged."""
 
 DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

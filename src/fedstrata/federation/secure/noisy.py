@@ -14,7 +14,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Words, rounding
 from fedstrata.federation.vectors import changes
 
 UPDATE = "update"
-"""The name of a vector's only part, to which noise is added."""
+"""The name of the only part of a vector. Noise is added to this part."""
 
 
 class NoisyForm:

@@ -60,8 +60,8 @@ The proof needs a threshold t with 2t > n + m. If a server could choose t close 
 tolerate even one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
 A request may *continue* the previous request. Both sums then contain the vectors of the same sites. The request's hash
-contains the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites
-of this set have therefore voted for it before, so the previous sum was not unmasked over another set.
+contains the set for which a site voted before (``continued``), and the site votes only for this set. Therefore,
+all honest sites of this set have already voted for it, and the previous sum was not unmasked over another set.
 
 The protocol has limits. If a request does not continue the previous request, the server may unmask sums over two
 sets that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The

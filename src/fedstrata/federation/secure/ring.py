@@ -28,8 +28,8 @@ Words = NDArray[np.uint32]
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
-"""A sum has room for noise up to this number of standard deviations. Larger noise reduces accuracy, but not privacy.
-"""
+"""A sum has room for noise up to this number of standard deviations. Noise above this limit reduces accuracy, but not
+privacy."""
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. With a larger mean, NumPy's rounding errors would be too large.
 """

@@ -49,7 +49,7 @@ def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> t
     The factors depend only on the holders, so they are the same for all secrets that these holders reconstruct.
 
     Args:
-        holders: The numbers of the holders: distinct, at least 1 and below ``prime``.
+        holders: The numbers x of the holders, which are distinct, at least 1 and below ``prime``.
         at: The argument of the polynomial: 0 for the secret, x for the share of holder x.
         prime: The prime.
     """
