@@ -128,7 +128,7 @@ class LocalEngine(Engine):
     def _patience(self, numbers: Iterable[ClientId]) -> float:
         """Return the number of seconds without progress after which a group counts as stuck.
 
-        This is enough time for all clients of the group to train for a round one after another.
+        In this time, all clients of the group can train for a round, one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)

@@ -289,7 +289,7 @@ class WorkerPool:
     def enter(self, worker_payload: Any) -> None:
         """Send the clients' context to all workers, and wait until the first worker is ready.
 
-        The other workers join later, because they may start more slowly, or wait for free cores of the cluster.
+        Other workers may join later, for example because they wait for free cores of the cluster.
 
         Args:
             worker_payload: Ray's reference to a ``WorkerPayload``.

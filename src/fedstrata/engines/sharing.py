@@ -45,7 +45,7 @@ class SharedMemory:
     the list to ``reuse``.
 
     Raises:
-        OSError: The operating system refuses even the minimum size.
+        OSError: The operating system cannot reserve even the minimum size.
     """
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ class LocalWorkerPool:
 
 
 def next_index(counter: int) -> int:
-    """Return the next index (0, 1, …) that no process has received yet.
+    """Return the next unused index: 0, 1, … Each index is returned in one process only.
 
     The index is the position in an empty file that all processes share. The operating system increments the position
     atomically. A lock would not be safe, because a killed worker would never release it.

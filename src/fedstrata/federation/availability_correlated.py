@@ -75,7 +75,7 @@ class LabelCorrelated(Correlated):
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
 
     def relative(self, population: Population) -> Floats:
-        """Return C · Σ_c q_c w_c for each client, shape (N,). ``LabelCorrelated`` explains the symbols."""
+        """Return C · Σ_c q_c w_c for each client, shape (N,). For the symbols, see ``LabelCorrelated``."""
         counts = population.labels
         if counts is None:
             problem = "needs the labels of all clients' samples, which sites do not reveal. Use another model."

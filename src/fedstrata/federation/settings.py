@@ -31,7 +31,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
     Args:
         lr: The learning rate η of the first round.
-        schedule: The schedule: ``inverse`` or ``cosine`` (see ``Training``). For any other value, the rate is constant.
+        schedule: The schedule (see ``Training``): ``inverse``, ``cosine``, or any other value for a constant rate.
         round: The round, counted from 1.
         rounds: The number of rounds of the run.
     """

@@ -404,7 +404,7 @@ class PowerSGD(WithMemory):
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
-            before: The matrices Q of this exchange. If a matrix of the new sum is zero, its old Q is used again.
+            before: The matrices Q of this exchange. If the second sum of a matrix is zero, its Q does not change.
         """
         basis = {}
         for name, parts in before.items():

@@ -144,7 +144,7 @@ class _DecodedReplies(Replies):
 
 
 class Compression:
-    """The compression of a run: it encodes requests that contain a model, and decodes the replies to them.
+    """The compression of a run: it encodes requests that contain a model, and decodes the replies.
 
     Args:
         communication: The codecs.

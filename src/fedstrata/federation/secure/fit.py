@@ -111,7 +111,7 @@ def weight_by_size(config: FederationConfig, largest: int) -> Weight:
 
     Args:
         config: The settings that server and clients share.
-        largest: The maximum number of samples from which a client computes a reply.
+        largest: The maximum number of samples of a client that replies.
     """
     return Weight("samples", lambda reply: reply.size, largest * config.places)
 

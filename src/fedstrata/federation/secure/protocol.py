@@ -231,10 +231,10 @@ def repeated(packages: Sequence[Package]) -> set[str]:
 
 @record("secure/Deal")
 class Deal(Message):
-    """The shares of a site's seeds that the other sites receive.
+    """The message with which a site sends the other sites shares of its seeds.
 
     Args:
-        boxes: A mapping from each of the other sites to its encrypted shares of this site's seeds for all exchanges.
+        boxes: For each other site, its encrypted shares of this site's seeds, for all exchanges.
     """
 
     boxes: dict[str, bytes]

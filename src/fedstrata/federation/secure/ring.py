@@ -207,8 +207,8 @@ class Ring:
             sites: Number of sites that contributed.
 
         Raises:
-            ReplyRefusedError: A sum is larger than the sum of valid messages can be, so at least one site has sent an
-                invalid vector.
+            ReplyRefusedError: A sum is larger than any sum of valid messages, so at least one site has sent an invalid
+                vector.
         """
         if total.shape != (self.length,) or total.dtype != np.uint32:
             raise ReplyRefusedError(
