@@ -1,7 +1,7 @@
 """Simulate which clients drop out of a round, and how fast clients are (availability models).
 
-Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``, a
-client's state also depends on the other clients. A resumed run therefore needs no stored state of these models.
+Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``,
+the sizes of the other clients matter, too. A resumed run therefore needs no stored state of these models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between server and clients: immutable records of tensors (on the CPU) and plain values.
 
 A method that needs another kind of request defines subclasses of ``Request`` and ``Reply``. The method also defines a
-handler, which is a function that computes a client's reply (``fedstrata.clients.handling``).
+handler: a function that computes a client's reply (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Reply(Message):
     """Base class of clients' replies."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
-        """Return the model update of this reply, which a codec may encode, and the reply without the update.
+        """Return this reply's model update, for encoding by a codec, and the reply without the update.
 
         Args:
             sent: The model of the request.
@@ -301,7 +301,7 @@ class WeightedFitReply(FitReply):
 
     @property
     def size(self) -> float:
-        """The client's averaging weight before normalisation, which is the sum of its samples' weights."""
+        """The client's averaging weight before normalisation: the sum of the weights of the client's samples."""
         return self.weight
 
 

@@ -1,4 +1,4 @@
-"""Check replies at the server, which refuses a reply that fails a check and records the reason."""
+"""Check replies at the server. The server refuses a reply that fails a check, and records the reason."""
 
 from __future__ import annotations
 

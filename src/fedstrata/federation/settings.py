@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client with too few samples in a batch uses them in another batch (``below = "hold-back"``)."""
+        """Whether clients use the samples of too small batches in other batches (``below = "hold-back"``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 

@@ -53,7 +53,7 @@ class Experiment(Setting):
             or a task of your own. Default: ``regression`` if some targets are not integers, otherwise
             ``classification``.
         partition: Partition, which assigns the training samples to clients.
-        availability: Model of dropouts and delays, which determines whether and how fast clients reply in a round.
+        availability: Model of dropouts and delays: whether and how fast clients reply in a round.
         attack: Simulated attack by some of the clients. Default: all clients are honest.
         method: Federated learning method, such as ``fedavg`` or ``scaffold``.
         model: Architecture of the model.

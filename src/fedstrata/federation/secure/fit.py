@@ -179,7 +179,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Describe the two recorded sums: the number of per-sample gradients, and the loss weighted by this number.
+        """Describe two sums: of the numbers of per-sample gradients, and of the losses weighted by these numbers.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """

@@ -210,7 +210,7 @@ class Roster(Message):
         return [package.name for package in self.packages]
 
     def hash(self, job: bytes) -> bytes:
-        """Return the hash of the roster, on which all later signatures and keys depend."""
+        """Return the roster's hash. All later signatures and keys depend on this hash."""
         return digest("roster", job, self.threshold, [package.hash(job) for package in self.packages])
 
 
@@ -296,7 +296,7 @@ class MaskedVector(Message):
 
 @record("secure/RevealAll")
 class RevealAll(Message):
-    """A request for shares after all members have sent their vectors.
+    """A request for shares, sent after all members have sent their vectors.
 
     Args:
         exchange: The index of the exchange.
@@ -333,7 +333,7 @@ class Vote(Message):
 
 @record("secure/RevealSet")
 class RevealSet(Message):
-    """A request for shares, after t sites have voted for the same set of sites.
+    """A request for shares, sent after t sites have voted for the same set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -376,7 +376,7 @@ def continued(question: bytes, members: Sequence[str]) -> bytes:
 
 
 def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, question: bytes) -> bytes:
-    """Return the hash of an exchange's context, on which all signatures and masks of the exchange depend.
+    """Return the hash of an exchange's context. All signatures and masks of the exchange depend on this hash.
 
     Args:
         job: The job's hash.
@@ -409,7 +409,7 @@ def commitment(job: bytes, name: str, kind: Seed, exchange: int, seed: bytes) ->
 
 
 def exchange_key(job: bytes, name: str, exchange: int, pair_seed: bytes) -> X25519PrivateKey:
-    """Return the private key of an exchange, which a site derives from its pair seed."""
+    """Return a site's private key for an exchange, derived from the site's pair seed."""
     key = derive(pair_seed, b"", statement("exchange key", job, name, exchange))
     return primitives.agreement_key(key)
 
