@@ -1,4 +1,4 @@
-"""Exchange nested structures (trees) of tensors and other values in shared memory, between a process and its forks.
+"""Transfer nested structures (trees) of tensors and other values through shared memory between a process and its forks.
 
 The writer puts tensors and arrays into shared memory, where readers use them without copying them. All other values are
 pickled, as in ``multiprocessing``. Pickling is safe here, because both processes run the same program on the same
