@@ -33,7 +33,7 @@ number of per-sample gradients that the group computes in a round.
 """
 
 GRACE = 5.0
-"""The number of seconds to wait for the threads of a group to end after an interruption."""
+"""The maximum number of seconds to wait until the threads of an interrupted group have ended."""
 
 
 class LocalEngine(Engine):
@@ -128,7 +128,7 @@ class LocalEngine(Engine):
     def _patience(self, numbers: Iterable[ClientId]) -> float:
         """Return the number of seconds without progress after which a group counts as stuck.
 
-        This is enough time for all clients of the group to train for a round one after another.
+        In this time, all clients of the group can train for a round, one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -140,7 +140,7 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure],
         run_locally: Callable[[ClientId], None],
     ) -> None:
-        """Compute the replies of clients in the workers and in this process, and add them to ``outcomes``.
+        """Compute clients' replies, in the workers and in this process, and add the replies to ``outcomes``.
 
         The replies of clients that failed in a worker are not added.
 

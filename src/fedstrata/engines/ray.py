@@ -245,7 +245,7 @@ class WorkerHandle:
         hello: Ray's reference to the result of ``Worker.enter``; None if the result has arrived and the worker is
             ready.
         name: The worker's process and machine, for error messages.
-        running: The unfinished calls, keyed by Ray's references to them, in the order in which they were sent.
+        running: A mapping from Ray's references to the unfinished calls, in the order in which the calls were sent.
         weights: The current model of a relay, if this worker ran the relay's latest client; otherwise None.
     """
 
@@ -289,7 +289,7 @@ class WorkerPool:
     def enter(self, worker_payload: Any) -> None:
         """Send the clients' context to all workers, and wait until the first worker is ready.
 
-        The other workers join later, because they may start more slowly, or wait for free cores of the cluster.
+        Other workers may join later, for example because they wait for free cores of the cluster.
 
         Args:
             worker_payload: Ray's reference to a ``WorkerPayload``.

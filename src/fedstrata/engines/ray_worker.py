@@ -38,9 +38,9 @@ VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 
 @dataclass(frozen=True)
 class WorkerPayload:
-    """A client context in the form that is sent to workers.
+    """The clients' context (data, model and settings) in the form that is sent to workers.
 
-    Ray copies the payload once to each machine, where all workers read the arrays from this copy.
+    Ray copies the payload once to each machine. All workers of the machine read the arrays from this copy.
 
     Args:
         context: The context with empty tensors instead of data.
@@ -75,7 +75,7 @@ class WorkerPayload:
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """Restore the context, whose data set uses the arrays without copying them."""
+        """Restore the context. Its data set uses the arrays of the payload without copying them."""
         records.register(self.declared)
         tensors: dict[str, Any] = {}
         for name, array in self.arrays.items():
@@ -147,7 +147,7 @@ class Worker:
             calls: For each client: the id, the index of the client's request in the exchange, and the encoded state
                 (``b""`` without a state).
             together: Whether the clients run at the same time, as a group that adds up tensors.
-            payloads: The encoded requests, one for each distinct index in ``calls``, in the order of first occurrence.
+            payloads: The encoded requests: one per distinct index in ``calls``, in the order in which indices occur.
         """
         if exchange != self._exchange:
             self._exchange, self._requests = exchange, {}

@@ -1,4 +1,4 @@
-"""Exchange nested structures (trees) of tensors and other values in shared memory, between a process and its forks.
+"""Transfer nested structures (trees) of tensors and other values through shared memory between a process and its forks.
 
 The writer puts tensors and arrays into shared memory, where readers use them without copying them. All other values are
 pickled, as in ``multiprocessing``. Pickling is safe here, because both processes run the same program on the same
@@ -24,8 +24,8 @@ from fedstrata.base.records import Tree
 ALIGNMENT = 64
 """Alignment of each tensor, in bytes.
 
-PyTorch's own allocator uses this alignment, too. Kernels therefore take the same code path, and compute bit-identical
-results.
+PyTorch's own allocator uses this alignment, too. Kernels therefore treat tensors in shared memory like other
+tensors, and compute bit-identical results.
 """
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the value on Linux; Python has a name for it since 3.13
@@ -33,7 +33,7 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the value on Linux; Pytho
 LARGEST, SMALLEST = 1 << 36, 1 << 26
 """Maximum and minimum size, in bytes, of the reserved address range.
 
-The operating system provides memory for a page of this range only when the page is first written to.
+The operating system provides memory for a page of this range only when the process first writes to the page.
 """
 
 
@@ -45,7 +45,7 @@ class SharedMemory:
     the list to ``reuse``.
 
     Raises:
-        OSError: The operating system refuses even the minimum size.
+        OSError: The operating system cannot reserve even the minimum size.
     """
 
     def __init__(self) -> None:

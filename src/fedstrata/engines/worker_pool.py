@@ -1,7 +1,7 @@
 """Compute the replies of clients in worker processes, in parallel with the main process.
 
 Workers are forks of the main process, and use the data, the model and the settings without copying them. Each worker
-uses one thread. Any free worker may compute any client's reply, because all workers compute the same result.
+uses one thread. Any free worker may compute any client's reply, because the result is the same in all workers.
 
 Two processes train a convolutional network 2.0 times as fast as one process, and an MLP 1.8 times as fast
 (``benchmarks/fast_paths.py``).
@@ -128,7 +128,7 @@ class LocalWorkerPool:
 
 
 def next_index(counter: int) -> int:
-    """Return the next index (0, 1, …) that no process has received yet.
+    """Return the next unused index: 0, 1, … Each index is returned in one process only.
 
     The index is the position in an empty file that all processes share. The operating system increments the position
     atomically. A lock would not be safe, because a killed worker would never release it.

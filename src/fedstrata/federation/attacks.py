@@ -34,7 +34,7 @@ class Attack(Setting):
     """
 
     alters_replies: ClassVar[bool] = True
-    """Whether the attackers send false updates, which requires a method that is a ``Recipe``."""
+    """Whether the attackers send false updates. If so, the method must be a ``Recipe``."""
 
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
     clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None

@@ -1,7 +1,7 @@
 """Simulate which clients drop out of a round, and how fast clients are (availability models).
 
-Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``, a
-client's state also depends on the other clients. A resumed run therefore needs no stored state of these models.
+Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``,
+the sizes of the other clients matter, too. A resumed run therefore needs no stored state of these models.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Availability(Setting):
 
     @property
     def simulates_time(self) -> bool:
-        """Whether time is simulated, because the settings contain a deadline, different client speeds or a network."""
+        """Whether time is simulated: the settings contain a deadline, different client speeds or a network."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
@@ -106,7 +106,7 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round. It may store values for the method ``online`` in a
+        This method is called once before the first round, and may store values for the method ``online`` in a
         ``pydantic.PrivateAttr``.
 
         Args:
@@ -237,7 +237,7 @@ class Combined(Availability):
 
     @model_validator(mode="after")
     def _share(self) -> Combined:
-        """Copy the first model's common settings. Raise ``SpecError`` if another model sets a different value."""
+        """Use the first model's common settings. Raise ``SpecError`` if another model sets a different value."""
         common = {key: getattr(self.models[0], key) for key in Availability.model_fields}
         for place, model in enumerate(self.models):
             for key, value in common.items():

@@ -21,8 +21,8 @@ class Correlated(Availability):
     Args:
         mean: Mean probability that a client is online, before clipping to [``least``, 1].
         least: Minimum probability that a client is online.
-        pattern: How clients go online and offline: at random in each round (``independent``), or as in ``markov`` or
-            ``cyclic``.
+        pattern: How clients go online and offline: at random in each round (``independent``), or as in the model
+            ``markov`` or ``cyclic``.
         offline_rounds: Mean number of rounds that a client stays offline, with ``pattern = "markov"``.
         period: Length of a period in rounds, with ``pattern = "cyclic"``.
     """
@@ -75,7 +75,7 @@ class LabelCorrelated(Correlated):
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
 
     def relative(self, population: Population) -> Floats:
-        """Return C · Σ_c q_c w_c for each client, shape (N,). ``LabelCorrelated`` explains the symbols."""
+        """Return C · Σ_c q_c w_c for each client, shape (N,). For the symbols, see ``LabelCorrelated``."""
         counts = population.labels
         if counts is None:
             problem = "needs the labels of all clients' samples, which sites do not reveal. Use another model."

@@ -86,10 +86,10 @@ class Diurnal(Availability):
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
     """Return, for each client, whether the client's Markov chain (stationary from round 1) is in the online state.
 
-    In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401), but
-    at most with p / (1 − p). Mean online periods are therefore not shorter than one round. The function stores no
-    state. Each call recomputes the chain from the latest round in which the client's state did not depend on its
-    previous state.
+    In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401), or
+    with p / (1 − p) if this is smaller. Mean online periods are therefore not shorter than one round. The function
+    stores no state. Each call recomputes the chain from the latest round in which the client's state did not depend on
+    its previous state.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).

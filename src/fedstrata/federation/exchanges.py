@@ -131,7 +131,7 @@ class Exchanges:
         In a resumed run, ``answered`` does not contain the requests of earlier rounds.
         """
         self.clock: Clock | None = None
-        """The clock of simulated time; None if the settings do not need a clock or the clients' sizes are unknown."""
+        """The clock of simulated time; None if the settings do not need it, or if the clients' sizes are unknown."""
         if config.sizes is not None and availability.simulates_time:
             self.clock = Clock(availability, config.seed)
 

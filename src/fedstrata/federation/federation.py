@@ -165,7 +165,7 @@ class Federation:
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
         """Return a new random generator.
 
-        The generator's seed depends on the purpose, the round and the client (default: the server).
+        The generator's seed depends on the purpose, the round, and the client or (by default) the server.
         """
         return rng(self.config.seed, purpose, self.round, client)
 
@@ -205,8 +205,8 @@ class Federation:
             work: Number of per-sample gradients that a client computes for its reply. Pass a mapping from clients to
                 numbers, or a function of the client's number of samples. The numbers of gradients determine the
                 simulated time and the order in which clients work. Default: zero.
-            check: A check of replies in addition to ``Request.check``, such as a check that needs the server's
-                knowledge.
+            check: A check of replies in addition to ``Request.check``, such as a check against values that
+                only the server knows.
 
         Returns:
             The replies, sorted by client. Clients without a usable reply are missing. ``events`` contains the reasons:

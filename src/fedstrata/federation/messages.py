@@ -1,7 +1,7 @@
 """Messages between server and clients: immutable records of tensors (on the CPU) and plain values.
 
 A method that needs another kind of request defines subclasses of ``Request`` and ``Reply``. The method also defines a
-handler, which is a function that computes a client's reply (``fedstrata.clients.handling``).
+handler: a function that computes a client's reply (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one ``Order`` object per phase. All request classes with this order use the same object.
+    For each client and phase, there is one ``Order`` object, which all request classes with this order share.
     """
 
     def refusal(self, request: Any) -> str:
@@ -89,7 +89,7 @@ class Reply(Message):
     """Base class of clients' replies."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
-        """Return the model update of this reply, which a codec may encode, and the reply without the update.
+        """Return this reply's model update, for encoding by a codec, and the reply without the update.
 
         Args:
             sent: The model of the request.
@@ -301,7 +301,7 @@ class WeightedFitReply(FitReply):
 
     @property
     def size(self) -> float:
-        """The client's averaging weight before normalisation, which is the sum of its samples' weights."""
+        """The client's averaging weight before normalisation: the sum of the weights of the client's samples."""
         return self.weight
 
 
@@ -343,7 +343,7 @@ class Fit(TrainingRequest):
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
         counts: Whether the reply may contain the number of samples used in training. Use False if clients keep their
-            sizes private, because the number reveals the client's size.
+            numbers of samples private.
     """
 
     rule = RequestRule("the model after its local training")

@@ -1,4 +1,4 @@
-"""Check replies at the server, which refuses a reply that fails a check and records the reason."""
+"""Check replies at the server. The server refuses a reply that fails a check, and records the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import ReplyRefusedError, WireError
 
 DIVERGED = "Reduce training.lr, or set training.clip."
-"""The advice in the error message if a reply contains NaN or infinity, which is a sign that training diverged."""
+"""The advice in errors about NaN or infinity in a reply. Such a reply is a sign that training diverged."""
 
 DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -31,7 +31,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
     Args:
         lr: The learning rate η of the first round.
-        schedule: The schedule: ``inverse`` or ``cosine`` (see ``Training``). For any other value, the rate is constant.
+        schedule: The schedule (see ``Training``): ``inverse``, ``cosine``, or any other value for a constant rate.
         round: The round, counted from 1.
         rounds: The number of rounds of the run.
     """
@@ -75,9 +75,9 @@ class ClientDP(Setting):
     because the server sees each update.
 
     With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
-    distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two runs
-    are neighbours if one client, in one of the runs, sends zeros with noise instead of its updates. Client sampling
-    does not lower ε, because the server knows which clients take part.
+    distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also limits what the server learns.
+    Two runs are neighbours if they differ only in one client, which sends zeros with noise instead of updates in one of
+    the runs. Client sampling does not lower ε, because the server knows which clients take part.
 
     If a sum needs t of n clients, ``colluding`` can be at most t − 2 and at most 2t − n − 1.
 
@@ -94,7 +94,7 @@ class ClientDP(Setting):
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
         colluding: Number of clients that may reveal their noise to the server while ε still holds. With 0, ε does not
-            apply to what other clients learn, because each client knows its own noise.
+            limit what other clients learn, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -121,8 +121,8 @@ class Privacy(Setting):
             ends.
         dp: Settings for differential privacy of individual samples.
         clients: Settings for differential privacy of whole clients. Deployments require ``noise_from = "sites"``.
-        sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over a
-            round's clients. Needs the extra ``secure``.
+        sums: Whether the server sees the update of every client (``plain``), or only the sum over a round's clients
+            (``secure``). ``secure`` needs the extra ``secure``.
         simulate_masks: Whether simulated clients really mask their updates. Masks do not change results, but slow down
             the run.
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client with too few samples in a batch uses them in another batch (``below = "hold-back"``)."""
+        """Whether clients use the samples of too small batches in other batches (``below = "hold-back"``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 

@@ -33,8 +33,8 @@ from fedstrata.spec.callbacks import AnyCallback, EarlyStopping, KeepBest
 from fedstrata.spec.tracking import Tracking
 
 COMPARE = "compare"
-"""The section of a spec file for comparisons. Each table ``[compare.LABEL]`` contains the changes for one
-experiment."""
+"""The section of a spec file that defines a comparison. Each table ``[compare.LABEL]`` contains the changes for
+one experiment."""
 
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
 """Pairs of mutually exclusive keys. An override of one key removes the other key."""
@@ -53,7 +53,7 @@ class Experiment(Setting):
             or a task of your own. Default: ``regression`` if some targets are not integers, otherwise
             ``classification``.
         partition: Partition, which assigns the training samples to clients.
-        availability: Model of dropouts and delays, which determines whether and how fast clients reply in a round.
+        availability: Model of dropouts and delays: whether and how fast clients reply in a round.
         attack: Simulated attack by some of the clients. Default: all clients are honest.
         method: Federated learning method, such as ``fedavg`` or ``scaffold``.
         model: Architecture of the model.
@@ -106,7 +106,7 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Set the primary metric for callbacks without a metric, so that the spec in the run folder contains it."""
+        """If a callback has no metric, use the primary metric, so that the run folder's spec contains the metric."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
@@ -313,7 +313,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
     """Set a dotted key in nested dicts.
 
     Args:
-        table: The nested dicts, which change in place.
+        table: The nested dicts, which this function changes.
         key: The key, such as ``training.lr``.
         value: The value.
         given: The text that error messages quote, such as the whole override.
@@ -460,8 +460,7 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
     """Return True if an override applies to an experiment.
 
     An override of ``method`` applies if the experiment's method has the key. In other sections, an override of ``name``
-    always applies. An override of another key applies if the experiment and the spec have the same ``name`` in the
-    section.
+    always applies. Other overrides apply if the experiment and the spec have the same ``name`` in the section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.

@@ -113,7 +113,7 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class that ``common`` does not return, for example because their defaults differ."""
+    """Return the rows of a class that ``common`` does not return, for example rows with other defaults."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 
@@ -154,8 +154,8 @@ def write_pages(folder: Path) -> None:
 def markdown(page: str) -> str:
     """Return a page's sections in Markdown.
 
-    The page describes each setting only once, and links to it elsewhere. The page's introduction describes the first
-    section.
+    Each setting is described in only one place, and other places link to it. The page's introduction describes the
+    first section.
     """
     return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
 
@@ -186,7 +186,7 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return a method's settings that are described on the pages of its components.
+    """Return the settings of a method that the pages of the method's components describe.
 
     Returns:
         A mapping from a setting's name in the method to a pair: the component, and the setting's name in the component

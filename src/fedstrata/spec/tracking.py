@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""The file in a run folder that stores, for each tracker, the run's name. A resumed run uses these names again."""
+"""The file in a run folder that contains the run's name in each tracker. A resumed run uses these names again."""
 
 LONGEST = 500
 """The maximum number of characters of a setting's value.
@@ -166,7 +166,7 @@ class MLflow(Tracker):
     Args:
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: the environment variable
             ``MLFLOW_TRACKING_URI``.
-        experiment: Name of the experiment in MLflow, which is created if missing.
+        experiment: Name of an existing or new experiment in MLflow.
         run: Name of the run in MLflow. Default: method, data set and seed.
         tags: Additional tags of the run in MLflow.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.

@@ -135,7 +135,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _exponent(tensor: Tensor) -> int:
     """Return the smallest e, from −128 to 127, with which all absolute values are at most 127 · 2ᵉ.
 
-    For the argument and the result of ``rounded``, e is the same.
+    The argument and the result of ``rounded`` have the same e.
     """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
@@ -209,8 +209,8 @@ class QSGD(Codec):
     """Random rounding to ``levels`` steps on each side of 0, with one scale per bucket (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
-    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the variance of a
-    coordinate is at most (M / s)² / 4, and each coordinate takes ⌈log₂(2 s + 1)⌉ bits.
+    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the rounding error
+    of a coordinate has a variance of at most (M / s)² / 4, and each coordinate takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
         levels: Number of quantisation steps on each side of 0.
@@ -374,7 +374,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Make the columns of each matrix P = Σ M_k Q orthonormal. The matrices P are the first sum over clients."""
+        """Return the matrices P of the first sum, P = Σ M_k Q, with orthonormalised columns."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
@@ -404,7 +404,7 @@ class PowerSGD(WithMemory):
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
-            before: The matrices Q of this exchange. If a matrix of the new sum is zero, its old Q is used again.
+            before: The matrices Q of this exchange. If the second sum of a matrix is zero, its Q does not change.
         """
         basis = {}
         for name, parts in before.items():
@@ -475,7 +475,7 @@ def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
 
 
 def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the indices of the k largest values, in ascending order. Of equal values, the first are chosen.
+    """Return the indices of the k largest values, in ascending order. Among equal values, the first are chosen.
 
     >>> _largest(np.array([2.0, 1.0, 2.0, 3.0, 2.0], dtype=np.float32), 3)
     array([0, 2, 3])

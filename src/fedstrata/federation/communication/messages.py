@@ -74,8 +74,8 @@ class Sums(Order):
 def repeated_forms(request: Encoded) -> list[Request]:
     """Return the variants in which an encoded request may be repeated after a failed exchange.
 
-    The id of the exchange may differ. In one variant, the delivery contains only the version and the digest, because a
-    client never gets the same model twice.
+    The id of the exchange may differ. In one variant, the delivery contains only the version and the digest, for a
+    client that already has the model.
     """
     same = replace(request, exchange=0)
     if (delivery := request.delivery) is None:
@@ -115,8 +115,7 @@ class Coefficients(Request):
 
     Args:
         exchange: Id of the exchange, which is the same as for the first sum.
-        frame: The matrices P (packed into bytes) with orthonormal columns, which the server computes from the first
-            sum.
+        frame: The matrices P of the first sum, with orthonormalised columns, packed into bytes.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -126,6 +125,6 @@ class Coefficients(Request):
     frame: Tensor
 
     def check(self, reply: EncodedReply) -> None:
-        """Raise an error if a reply does not contain the client's reply to the inner request."""
+        """Raise an error if ``reply.reply``, the client's reply to the inner request, is missing."""
         if reply.reply is None:
             raise ReplyRefusedError("the reply to PowerSGD's second request lacks the client's original reply")

@@ -1,7 +1,7 @@
 """Secure sums of updates that ``PowerSGD`` compresses: one sum for each of the two factors of P Qᵀ.
 
-The first sum is Σ M_k Q over the clients' updates M_k, from which the server computes P. The second sum is Σ w_k M_kᵀ
-P, where w_k is the weight of client k.
+The server computes P from the first sum, Σ M_k Q, where M_k is the update of client k. The second sum is Σ w_k M_kᵀ P,
+where w_k is the weight of client k.
 
 The two sums must contain the updates of the same clients. If only one of the sums contained client k, the server could
 compute Pᵀ M_k Q from the difference. A server that chooses P and Q could then read elements of the client's update.
@@ -34,7 +34,7 @@ class FirstForm(ModelForm):
     largest element of M_k.
 
     Args:
-        whole: The layout of the replies without compression.
+        whole: The layout of uncompressed replies.
         codec: The codec.
     """
 
@@ -77,7 +77,7 @@ class SecondForm(ModelForm):
     element of M_k.
 
     Args:
-        whole: The layout of the replies without compression.
+        whole: The layout of uncompressed replies.
         codec: The codec.
     """
 
@@ -130,7 +130,7 @@ class SecondForm(ModelForm):
         }
 
     def decoded(self, first: Total, second: Total, frame: Payload) -> Total:
-        """Decode the update from both sums, and return the total in the layout of replies without compression.
+        """Decode the update from both sums, and return the total in the layout of uncompressed replies.
 
         Args:
             first: The first sum.
@@ -170,10 +170,10 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 def update_of(form: ModelForm) -> tuple[str, Update]:
     """Return the name and the description of the updates in sums that have the layout ``form``.
 
-    In ``form``, only the updates may depend on the clients' models.
+    The updates must be the only numbers in ``form`` that depend on the clients' models.
 
     Raises:
-        SpecError: In ``form``, other numbers also depend on the clients' models.
+        SpecError: Other numbers in ``form`` also depend on the clients' models.
     """
     others = [n for n, each in form.summands.items() if isinstance(each, Numbers) and each.needs_model]
     name = others[0]

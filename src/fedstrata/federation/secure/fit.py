@@ -19,7 +19,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
 from fedstrata.federation.vectors import split
 
 LOSS_RANGE = 64.0
-"""The maximum training loss in a secure sum. Larger losses are scaled down, and ``Total.scaled`` includes them."""
+"""The maximum training loss in a secure sum. Larger losses are scaled down and counted in ``Total.scaled``."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def weight_by_size(config: FederationConfig, largest: int) -> Weight:
 
     Args:
         config: The settings that server and clients share.
-        largest: The maximum number of samples from which a client computes a reply.
+        largest: The maximum number of samples of a client that replies.
     """
     return Weight("samples", lambda reply: reply.size, largest * config.places)
 
@@ -124,7 +124,7 @@ def size_of_weights(weight: Weight) -> Summands:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the values in replies to training requests, which are known before the first round.
+    """Bounds, known before the first round, on the values in replies to training requests.
 
     Args:
         config: The settings that server and clients share.
@@ -170,7 +170,7 @@ class Bounds:
         return {f"updates by {weight.name}": Numbers(values, self.params, wide, weight, update)}
 
     def buffers(self, weight: Weight) -> Summands:
-        """Describe the sum of floating-point buffer changes; empty if the model has no such buffers."""
+        """Describe the sum of the changes of floating-point buffers; empty if the model has no such buffers."""
         like = {name: b for name, b in self.config.model.buffers().items() if b.is_floating_point()}
 
         def values(sent: Weights, reply: FitReply) -> Params:
@@ -179,7 +179,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Describe the two recorded sums: the number of per-sample gradients, and the loss weighted by this number.
+        """Describe two sums: of the numbers of per-sample gradients, and of the losses weighted by these numbers.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """
@@ -241,7 +241,7 @@ class Sums:
     def updates(self, weight: str, params: Params, by: float = 1.0) -> Params:
         """Return the weighted sum of the updates, divided by ``by``.
 
-        The update of a parameter that no client changes is zero.
+        If no client changes a parameter, the parameter's update is zero.
 
         Args:
             weight: The name of the weight.

@@ -21,7 +21,7 @@ def job_of(seed: int) -> bytes:
 
 
 class KeyIsCertificate:
-    """Rules for simulations: accept certificates that consist only of a public key."""
+    """Rules for simulations, in which a certificate is only a public key."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
         """Return the reason why a signature is not accepted; an empty string if the signature is accepted."""
@@ -50,7 +50,7 @@ class Member:
         return cls(Site(job_of(seed), identity, KeyIsCertificate(), parties=parties, exchanges=1))
 
     def answer(self, message: Message | None) -> Message | None:
-        """Return the reply to a message of the protocol. The message must not begin an exchange."""
+        """Return the reply to a message of the protocol. Do not pass a message that begins an exchange."""
         site = self.site
         if message is None:
             return site.package()

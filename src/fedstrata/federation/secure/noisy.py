@@ -14,7 +14,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Words, rounding
 from fedstrata.federation.vectors import changes
 
 UPDATE = "update"
-"""The name of a vector's only part, to which noise is added."""
+"""The name of the only part of a vector. Noise is added to this part."""
 
 
 class NoisyForm:
@@ -66,7 +66,7 @@ class NoisyForm:
         return longest * min(size, longest), longest
 
     def encode(self, request: Fit, reply: FitReply, client: ClientId) -> Words:
-        """Return the vector of a client, to which the client then adds its noise (``Ring.add_noise``)."""
+        """Return a client's vector without noise. The client then adds its noise with ``Ring.add_noise``."""
         before = {name: request.weights.params[name] for name in self.params}
         update = clipped(changes(before, reply.weights.params).double().numpy(), self.dp.clip)
         return self.ring.encode({UPDATE: update}, {}, rounding(self.seed, request.round, client, 0))

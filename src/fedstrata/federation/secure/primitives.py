@@ -112,7 +112,7 @@ def agree(own: X25519PrivateKey, other: bytes) -> bytes:
     """Return the secret that only the owners of two X25519 keys can compute.
 
     Raises:
-        ValueError: The other site's public key is invalid, or has a small order, which would make the secret zero.
+        ValueError: The other site's public key is invalid, or has a small order, so that the secret would be zero.
     """
     return own.exchange(X25519PublicKey.from_public_bytes(other))
 

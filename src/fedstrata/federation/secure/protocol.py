@@ -60,8 +60,8 @@ The proof needs a threshold t with 2t > n + m. If a server could choose t close 
 tolerate even one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
 A request may *continue* the previous request. Both sums then contain the vectors of the same sites. The request's hash
-contains the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites
-of this set have therefore voted for it before, so the previous sum was not unmasked over another set.
+contains the set for which a site voted before (``continued``), and the site votes only for this set. Therefore,
+all honest sites of this set have already voted for it, and the previous sum was not unmasked over another set.
 
 The protocol has limits. If a request does not continue the previous request, the server may unmask sums over two
 sets that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The
@@ -210,7 +210,7 @@ class Roster(Message):
         return [package.name for package in self.packages]
 
     def hash(self, job: bytes) -> bytes:
-        """Return the hash of the roster, on which all later signatures and keys depend."""
+        """Return the roster's hash. All later signatures and keys depend on this hash."""
         return digest("roster", job, self.threshold, [package.hash(job) for package in self.packages])
 
 
@@ -231,10 +231,10 @@ def repeated(packages: Sequence[Package]) -> set[str]:
 
 @record("secure/Deal")
 class Deal(Message):
-    """The shares of a site's seeds that the other sites receive.
+    """The message with which a site sends the other sites shares of its seeds.
 
     Args:
-        boxes: A mapping from each of the other sites to its encrypted shares of this site's seeds for all exchanges.
+        boxes: For each other site, its encrypted shares of this site's seeds, for all exchanges.
     """
 
     boxes: dict[str, bytes]
@@ -296,7 +296,7 @@ class MaskedVector(Message):
 
 @record("secure/RevealAll")
 class RevealAll(Message):
-    """A request for shares after all members have sent their vectors.
+    """A request for shares, sent after all members have sent their vectors.
 
     Args:
         exchange: The index of the exchange.
@@ -333,7 +333,7 @@ class Vote(Message):
 
 @record("secure/RevealSet")
 class RevealSet(Message):
-    """A request for shares, after t sites have voted for the same set of sites.
+    """A request for shares, sent after t sites have voted for the same set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -376,7 +376,7 @@ def continued(question: bytes, members: Sequence[str]) -> bytes:
 
 
 def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, question: bytes) -> bytes:
-    """Return the hash of an exchange's context, on which all signatures and masks of the exchange depend.
+    """Return the hash of an exchange's context. All signatures and masks of the exchange depend on this hash.
 
     Args:
         job: The job's hash.
@@ -409,7 +409,7 @@ def commitment(job: bytes, name: str, kind: Seed, exchange: int, seed: bytes) ->
 
 
 def exchange_key(job: bytes, name: str, exchange: int, pair_seed: bytes) -> X25519PrivateKey:
-    """Return the private key of an exchange, which a site derives from its pair seed."""
+    """Return a site's private key for an exchange, derived from the site's pair seed."""
     key = derive(pair_seed, b"", statement("exchange key", job, name, exchange))
     return primitives.agreement_key(key)
 

@@ -28,8 +28,8 @@ Words = NDArray[np.uint32]
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
-"""A sum has room for noise up to this number of standard deviations. Larger noise reduces accuracy, but not privacy.
-"""
+"""A sum has room for noise up to this number of standard deviations. Noise above this limit reduces accuracy, but not
+privacy."""
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. With a larger mean, NumPy's rounding errors would be too large.
 """
@@ -207,8 +207,8 @@ class Ring:
             sites: Number of sites that contributed.
 
         Raises:
-            ReplyRefusedError: A sum is larger than the sum of valid messages can be, so at least one site has sent an
-                invalid vector.
+            ReplyRefusedError: A sum is larger than any sum of valid messages, so at least one site has sent an invalid
+                vector.
         """
         if total.shape != (self.length,) or total.dtype != np.uint32:
             raise ReplyRefusedError(

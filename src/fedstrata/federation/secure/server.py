@@ -69,7 +69,7 @@ class Server:
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Minimum number of sites with enough samples in a sum. Sites refuse to unmask sums over fewer sites.
+        parties: Minimum number of sites in a sum that have enough samples. Sites do not unmask sums over fewer sites.
         colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
@@ -119,7 +119,7 @@ class Server:
         return self.roster
 
     def deliver(self, deals: Mapping[str, Any]) -> bool:
-        """Determine the members of the roster's sums, which are the sites that have sent shares to all other sites.
+        """Determine the members of the roster's sums: the sites that have sent shares to all other sites.
 
         Args:
             deals: The ``Deal`` of each site.
@@ -173,7 +173,7 @@ class Server:
 
     @property
     def left(self) -> int:
-        """Number of exchanges for which the roster has keys."""
+        """Number of exchanges for which the roster still has unused keys."""
         return self.exchanges - self._used
 
     @property
@@ -351,7 +351,7 @@ class Exchange:
     def _seed(self, kind: Seed, owner: str, shares: Mapping[str, bytes]) -> bytes | None:
         """Reconstruct and return a site's seed from shares.
 
-        If this is impossible, let the exchange fail and return None.
+        If this is impossible, return None, and mark the exchange as failed.
         """
         package, threshold = self._package[owner], self._roster.threshold
         numbers = {holder: int.from_bytes(share) for holder, share in shares.items()}

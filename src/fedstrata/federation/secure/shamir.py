@@ -44,12 +44,12 @@ def split(
 
 @lru_cache(maxsize=4096)
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
-    """Return each share's factor. The shares, times their factors, add up to the polynomial's value at ``at``.
+    """Return each share's factor. The sum of the shares times their factors is the polynomial's value at ``at``.
 
     The factors depend only on the holders, so they are the same for all secrets that these holders reconstruct.
 
     Args:
-        holders: The numbers of the holders: distinct, at least 1 and below ``prime``.
+        holders: The numbers x of the holders, which are distinct, at least 1 and below ``prime``.
         at: The argument of the polynomial: 0 for the secret, x for the share of holder x.
         prime: The prime.
     """

@@ -47,7 +47,7 @@ def ask_sums(
         federation: The federation.
         clients: The clients to ask.
         request: The request.
-        form: The layout of the replies without a codec.
+        form: The layout that replies have without a codec.
         work: See ``Federation.ask``.
 
     Returns:
