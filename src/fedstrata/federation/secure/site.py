@@ -96,8 +96,7 @@ class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
     A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
-    Without these hashes, a server could repeat a request to all other sites, and subtract two sums to get this site's
-    vector.
+    Otherwise, a server could repeat a request to all other sites, and subtract two sums to get this site's vector.
 
     Each method checks and answers one message, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
@@ -115,8 +114,7 @@ class Site:
     """
 
     colluding = 0
-    """Number of other sites that may collude with the server. This number determines the smallest accepted
-    threshold."""
+    """Number of other sites that may collude with the server. It determines the minimum threshold."""
 
     def __init__(
         self,
