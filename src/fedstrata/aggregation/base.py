@@ -301,7 +301,7 @@ class HorvitzThompson(Aggregator):
     needs_replies = "gives each client a weight that depends on its probability of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the probabilities of draws are unknown, or if clients of some strata might never be drawn.
+        """Raise ``SpecError`` if probabilities of draws are unknown, or if clients of some strata might never be drawn.
 
         The probabilities are known for draws with replacement, systematic draws and uniform draws.
         """
