@@ -196,7 +196,7 @@ def zoo(seen: Seen) -> str:
             groups[" ".join(letters)].append(model)
         most, *others = sorted(groups, key=lambda letters: -len(groups[letters]))
         rows.append([method, most, "; ".join(f"{letters}: {', '.join(groups[letters])}" for letters in others)])
-    reasons_text = "".join(f"\nThe error message for refused models is: {reason}\n" for reason in reasons)
+    reasons_text = "".join(f"\nThe error message for refused models: *{reason}*\n" for reason in reasons)
     return table(["method", "most models", "other models"], rows) + reasons_text
 
 
