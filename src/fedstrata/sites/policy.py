@@ -180,7 +180,7 @@ class Policy(Setting):
                 by = [each.label for each in asked.allowed if fact in each.rule.discloses]
                 by.append("the survey of the sites' data")
                 raise RuleError(
-                    f"policy.{rule}", f"{by[0]} discloses {what}, which this site does not allow. {accepted}"
+                    f"policy.{rule}", f"this site keeps {what} private, but {by[0]} discloses them. {accepted}"
                 )
         self._check_sums(asked.privacy)
         self._check_client_noise(asked.privacy)

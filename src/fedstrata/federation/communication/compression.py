@@ -95,11 +95,11 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the reply for PowerSGD's first sum contains the inner reply, which belongs to the second sum"
+                    "the reply to PowerSGD's first request contains the original reply, which belongs to the second"
                 )
             return
         if answer.reply is None:
-            raise ReplyRefusedError("the reply contains an encoded update, but the other values of the reply are missing")
+            raise ReplyRefusedError("the reply contains an encoded update, but lacks the other values")
         change = self._decode(unpack(answer.payload, self.forms))
         if not all(map(finite, change.values())):
             raise ReplyRefusedError("the decoded update contains NaN or infinity")
