@@ -63,7 +63,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"dp": 2.0}, NOISY, "policy.dp", "privacy.dp.noise = 1 is too small for this site. Set privacy.dp with a noi"),
         ({"dp": 1.0, "outside_dp": ["sizes"]}, NOISY, "policy.outside_dp", "('normalization') would be sent without"),
         ({"dp": 1.0, "outside_dp": []}, PRESET, "policy.outside_dp", "samples of each client ('sizes') would be sent"),
-        ({"budget": 3.0}, PRESET | TUNED, "policy.outside_dp", "('evaluation') would be sent without noise, but"),
+        ({"budget": 3.0}, PRESET | TUNED, "policy.outside_dp", "('evaluation') would be sent without noise. This"),
         ({"sums": "secure"}, {}, "policy.sums", "would see individual updates, but this site accepts only privacy"),
         ({"parties": 4}, SECURE, "policy.parties", "a sum may have as few as 3 sites, but this site requires 4 or"),
     ],

@@ -237,7 +237,7 @@ class Policy(Setting):
     def _outside(self, names: list[str]) -> str:
         values = " and ".join(f"{OUTSIDE[name]} ({name!r})" for name in names)
         allowed = ", ".join(self.outside_dp) or "none"
-        return f"{values} would be sent without noise, but this site allows only: {allowed}"
+        return f"{values} would be sent without noise. This site allows this only for: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
         """Raise an error if the site has already sent ``surveys`` different replies about its data to other jobs.
