@@ -1098,9 +1098,9 @@ def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, 
     plain, _, test = own
     spec = _spec(method["name"], method=method, data=plain.data.to_spec())
     measured = spec.model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
-    with pytest.raises(SpecError, match=f"client_test = 0.2: replies would disclose the {what} of sites, which the"):
+    with pytest.raises(SpecError, match=f"client_test = 0.2: replies would disclose the sites' {what}, which"):
         prepare_server(measured, test, 3)
-    with pytest.raises(SpecError, match=f"evaluation.client_test = None: replies would disclose the {what} of sites"):
+    with pytest.raises(SpecError, match=f"evaluation.client_test = None: replies would disclose the sites' {what}"):
         prepare_server(spec, None, 3)
     if what == "numbers of samples":
         with pytest.raises(SpecError, match=r"data.normalize = 'standard': statistics of the samples would"):
