@@ -101,7 +101,7 @@ def test_a_folder_of_several_runs_names_them(run: fs.Predictor, capsys: pytest.C
         ("kind;age\nx;3\n\nw;4\n", "bad.csv, line 4, column 'kind' = 'w': is not a category. Use one of 'x', 'y'"),
         ("kind;age\n;4\n", "bad.csv, line 2, column 'kind' = '': is missing. Add a value, or a rule"),
         ("kind,age\nx,4\n", "data.schema.columns.age = 'age': bad.csv has no such column. Use one of: kind,age"),
-        ("kind;age\n", "bad.csv has no rows below the first line"),
+        ("kind;age\n", "bad.csv has no rows below the line with the names"),
     ],
 )
 def test_rows_that_do_not_fit(run: fs.Predictor, capsys: pytest.CaptureFixture[str], rows: str, message: str) -> None:

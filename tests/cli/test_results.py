@@ -148,7 +148,7 @@ def test_a_sweep_is_refused_before_anything_is_written(capsys):
         (["training.lr=0.1"], "--set: a sweep needs a setting with several values"),
         (["training.lr=0.1,-1"], "training.lr = -1: must be greater than 0"),
         (["training.lr.x=0.1,1"], "training.lr"),
-        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': a value is listed twice. Remove one of the equal values."),
+        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': a value is listed twice. Remove one of the two."),
     ]:
         assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
         assert message in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_statistics_travel():
         ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts for the columns"),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(0, 2, dtype=torch.float64))},
-            "column 'median': .* values were reported, but the counts of its values add up to 0",
+            "column 'median': .* values were reported, but the counts of the values add up to 0",
         ),
     ],
 )

@@ -179,7 +179,7 @@ def test_one_client_holds_what_all_hold_or_one_of_them():
     [
         (
             {"of": "natural", "only": 4},
-            r"partition.only = 4: the partition partition\.of does not contain this client\. Use a number from 0 to 3",
+            r"partition.only = 4: the partition in partition\.of does not contain this client\. Use a number from 0",
         ),
         (
             {"of": {"name": "iid", "clients": 10}},

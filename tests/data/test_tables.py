@@ -131,8 +131,8 @@ def test_what_is_no_data_frame(frame):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no rows below the first line"),
-        ("a,y\n", "has no rows below the first line, which names the columns"),
+        ("", "has no rows below the line with the names"),
+        ("a,y\n", "has no rows below the line with the names of the columns"),
         ("a,a,y\n1,2,0\n", "line 1: the column 'a' occurs twice"),
         ("a,y\n1,0\n2\n", "line 3: the row has 1 cells, but line 1 has 2"),
         ("a,y\n1,0\n2,1,5\n", "line 3: the row has 3 cells, but line 1 has 2"),

@@ -161,7 +161,7 @@ def test_private_sizes_estimate_the_total_and_clients_without_data_take_part(sta
 
 def test_a_bound_that_clips_is_said():
     method = {**FEDSTAS, "epsilon": 3.0, "bound": 40}
-    with pytest.warns(UserWarning, match=r"bound = 40: the numbers of samples of \d+ of 24 clients are clipped"):
+    with pytest.warns(UserWarning, match=r"bound = 40: the number of samples is clipped for \d+ of 24 clients"):
         fs.prepare(spec(method))
     fs.prepare(spec({**FEDSTAS, "bound": 40}))  # without privacy nothing is clipped
     fs.prepare(spec({**method, "bound": 2000}))

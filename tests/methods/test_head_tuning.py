@@ -62,7 +62,7 @@ def test_a_model_without_a_head_is_refused_before_the_first_round(method):
     with pytest.raises(SpecError) as caught:
         fs.prepare(spec, model=Headless)
     assert str(caught.value) == (
-        "model.head: Headless has neither a submodule 'head' nor a trained nn.Linear. Call the classifier "
+        "model.head: Headless has neither a submodule 'head' nor a trained nn.Linear. Name the classifier "
         "'head', or pass its name: Model(module, head='dotted.name')."
     )
     fs.prepare(spec.replace(method="fedavg"), model=Headless)

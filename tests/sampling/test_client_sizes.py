@@ -101,7 +101,7 @@ def test_the_estimate_by_hand():
 def test_a_client_as_large_as_the_bound_is_clipped_and_one_smaller_is_not(tiny):
     """M = 8 reports 8 samples as 7."""
     settings = FedSTaSData(epsilon=1.0, bound=8)
-    with pytest.warns(UserWarning, match=r"samples of 1 of 2 clients are clipped \(the largest client has 8 samples\)"):
+    with pytest.warns(UserWarning, match=r"samples is clipped for 1 of 2 clients \(the largest client has 8 samples\)"):
         settings.check(tiny(sizes=[7, 8]).config)
     settings.check(tiny(sizes=[7, 7]).config)
 

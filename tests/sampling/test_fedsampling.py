@@ -79,5 +79,5 @@ def test_settings_without_sense_are_refused():
 
 def test_a_bound_that_clips_is_said():
     method = {"name": "fedsampling", "epsilon": 1.0, "bound": 5}
-    with pytest.warns(UserWarning, match="samples of 10 of 10 clients are clipped"):
+    with pytest.warns(UserWarning, match="samples is clipped for 10 of 10 clients"):
         fs.prepare(fs.Experiment(method=method, partition=fs.IID(clients=10)))

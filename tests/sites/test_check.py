@@ -145,7 +145,7 @@ def test_the_privacy_loss_of_the_whole_job_is_known_before_it_starts(fed: Path) 
         return budget(kit).total_after("job", 0, noise=2.0, rate=rate, steps=rounds * steps)
 
     text, whole = said(""), total(training.rounds)
-    assert text.startswith(f"ok       privacy: all {training.rounds} rounds of the job spend ε = ")
+    assert text.startswith(f"ok       privacy: the job's {training.rounds} rounds together spend ε = ")
     assert text.endswith(f"at δ = 0.0001. Together with earlier jobs, the total ε is then {whole:.3g}")
     text = said(f'budget = {whole / 2}\noutside_dp = ["sizes", "normalization", "imputation", "evaluation"]\n')
     allowed = int(re.search(r"after (\d+) rounds", text)[1])

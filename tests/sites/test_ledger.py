@@ -232,7 +232,7 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
     assert again.notes == [
-        "entry 10: the line after entry 9 was incomplete, because of a crash before the site sent the reply"
+        "entry 10: the line after entry 9 was incomplete, because the site crashed before it sent the reply"
     ]
 
 

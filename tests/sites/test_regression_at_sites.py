@@ -297,7 +297,7 @@ def test_a_spec_that_does_not_fit_regression_at_sites(place: Path, task: Any, sc
 
 def test_arrays_of_sites_are_classes() -> None:
     spec = fs.Experiment.from_table({"task": "regression", "data": {"name": "own", "shape": [4], "classes": 2}})
-    with pytest.raises(SpecError, match="task = 'regression': needs numbers as labels, which sites read only from"):
+    with pytest.raises(SpecError, match="task = 'regression': needs numeric labels, but sites read these"):
         prepare_server(spec, None, 3)
 
 
@@ -394,12 +394,12 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
     assert asked.discloses == {"labels", "sizes"}
     text = "\n".join(asked.lines())
     assert "the mean and the spread of the labels, how often each multiple of the label's step occurs" in text
-    with pytest.raises(FedstrataError, match="the survey of the sites' data discloses labels"):
+    with pytest.raises(FedstrataError, match="but the survey of the sites' data discloses them"):
         Policy(jobs="within-policy", masking=True).check(asked)
     told = spec_of(place, TOLD, data={"normalize": "none"})
     assert (declaration_of(told).survey, declaration_of(told).discloses) == ("", {"sizes"})
     masked = spec_of(place, BINS, method={"name": "stratify", "masking": "prf"})
-    with pytest.raises(SpecError, match="task = 'regression': statistics of the targets would disclose the la"):
+    with pytest.raises(SpecError, match="task = 'regression': statistics of the targets would disclose the sites' la"):
         prepare_server(masked, place / "pooled.csv", 3)
 
 

@@ -734,7 +734,7 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
         ({"x_train": X}, "b.npz lacks the arrays y_train, and has only x_train", "these arrays are missing: y_train"),
         ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9], ", "shape: data.shape is [1, 8"),
         ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are not"),
-        ({"x_train": X, "y_train": np.full(4, -1)}, "y_train: -1 is not a class. ", "Use 0…9 (data.classes)"),
+        ({"x_train": X, "y_train": np.full(4, -1)}, "y_train: -1 is not a class. ", "Use 0…9, because data.classes"),
         ({"x_train": X, "y_train": Y[:3]}, "one integer for each of 4", "one integer for each sample"),
         ({"x_train": X, "y_train": np.full(4, "a")}, "y_train: is of type <U1", "y_train: must have one integer"),
         ({"x_train": np.full((4, 8, 8), np.nan), "y_train": Y}, "256 values are", "some values are NaN or infinite"),
@@ -1098,9 +1098,9 @@ def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, 
     plain, _, test = own
     spec = _spec(method["name"], method=method, data=plain.data.to_spec())
     measured = spec.model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
-    with pytest.raises(SpecError, match=f"client_test = 0.2: replies would disclose the {what} of sites, which the"):
+    with pytest.raises(SpecError, match=f"client_test = 0.2: replies would disclose the sites' {what}, which"):
         prepare_server(measured, test, 3)
-    with pytest.raises(SpecError, match=f"evaluation.client_test = None: replies would disclose the {what} of sites"):
+    with pytest.raises(SpecError, match=f"evaluation.client_test = None: replies would disclose the sites' {what}"):
         prepare_server(spec, None, 3)
     if what == "numbers of samples":
         with pytest.raises(SpecError, match=r"data.normalize = 'standard': statistics of the samples would"):

@@ -347,7 +347,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence with the names of all classes in the registry of ``cls`` that have a setting ``word``.
+    """Return a sentence with the names of all classes in the registry of ``cls`` that have the setting ``word``.
 
     Return an empty string if none of the classes has this setting.
     """

@@ -16,7 +16,7 @@ class FedstrataError(Exception):
     public = ""
     """A description that other parties may see, if the error is about one party's data.
 
-    The description names the column and the violated rule. The description does not contain values from the data.
+    The description states the column and the violated rule, but does not contain values from the data.
     """
 
     def publicly(self, text: str) -> Self:
@@ -62,7 +62,7 @@ class ReplyRefusedError(FedstrataError):
 
 
 class WithheldError(FedstrataError):
-    """A reply that a client withholds, because it is based on too few samples or because the site forbids it."""
+    """A reply that a client does not send, because too few samples contributed or the site forbids the reply."""
 
 
 class QuorumError(FedstrataError):

@@ -101,7 +101,7 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has this checksum, which means that this line and all previous lines are unchanged."""
+        """Return True if a line has this checksum. This line and all previous lines are then unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:

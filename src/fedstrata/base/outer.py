@@ -18,7 +18,7 @@ def installed() -> list[str]:
 
 
 def commands() -> list[Any]:
-    """Return the module ``cli`` of each installed outer package, which defines the package's commands."""
+    """For each installed outer package, return the module ``cli``, which defines the package's commands."""
     return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed()]
 
 

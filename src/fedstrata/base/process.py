@@ -46,8 +46,8 @@ def training_process(threads: int) -> Iterator[None]:
 def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for later batches. Return True if the library accepts the new settings.
 
-    By default, glibc returns blocks of a few megabytes, such as activations, to the operating system at once. If the C
-    library keeps the memory, a small convolutional network trains 1.5 times as fast, and an MLP 1.3 times as fast
+    By default, glibc immediately returns blocks of a few megabytes, such as activations, to the operating system. If
+    the C library keeps the memory, a small convolutional network trains 1.5 times as fast, and an MLP 1.3 times as fast
     (``benchmarks/fast_paths.py``). After training, the process keeps up to 256 MB of freed memory. This function does
     nothing if the environment already configures the allocator, or if the C library is not glibc.
     """

@@ -315,7 +315,7 @@ class Unfitted:
             if count > other.samples or (column.impute is None and count < other.samples):
                 raise DataError(f"column {name!r} has {count:g} values, but there are {other.samples} samples")
             if column.counted and (counted := float(other.counts[name][:, 1].sum())) != count:
-                problem = f"{count:g} values were reported, but the counts of its values add up to {counted:g}"
+                problem = f"{count:g} values were reported, but the counts of the values add up to {counted:g}"
                 raise DataError(f"column {name!r}: {problem}")
 
     def _of(self, samples: Tensor) -> Statistics:

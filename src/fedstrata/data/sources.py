@@ -207,7 +207,7 @@ with warnings.catch_warnings():
                     raise error.publicly(f"samples have the wrong shape: {accepted}")
                 if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
                     wrong = int(y.max()) if int(y.min()) >= 0 else int(y.min())
-                    accepted = f"Use 0…{self.classes - 1} (data.classes)."
+                    accepted = f"Use 0…{self.classes - 1}, because data.classes = {self.classes}."
                     error = DataError(f"y_{part}: {wrong} is not a class. {accepted}")
                     raise error.publicly(f"y_{part}: some labels are not classes. {accepted}")
                 span = self.range or (-math.inf, math.inf)

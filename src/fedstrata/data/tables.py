@@ -200,7 +200,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
                 lines.append(before + 1)
             before = reader.line_num
     if not rows:
-        raise DataError(f"{path} has no rows below the first line, which names the columns. Add rows.")
+        raise DataError(f"{path} has no rows below the line with the names of the columns. Add rows.")
     return Table(str(path), dict(zip(names, zip(*rows, strict=True), strict=True)), lines)
 
 

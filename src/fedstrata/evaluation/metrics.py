@@ -516,7 +516,7 @@ class MeanAveragePrecision(_OfRows):
         from sklearn.metrics import average_precision_score
 
         if targets.ndim != 2 or not np.isin(targets, (0, 1)).all():
-            raise ValueError("the metric needs targets with several labels per sample, each of which is 0 or 1")
+            raise ValueError("the metric needs several labels per sample, and each label must be 0 or 1")
         there = targets.any(axis=0)
         scores = [average_precision_score(targets[:, k], predictions[:, k]) for k in np.flatnonzero(there)]
         return float(np.mean(scores)) if scores else None

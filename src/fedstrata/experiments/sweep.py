@@ -160,7 +160,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         settings = dict(zip(grid, values, strict=True))
         label = ",".join(f"{names[key]}={value}" for key, value in settings.items()).replace("/", "_")
         if label in result:
-            raise SpecError("--set", "a value is listed twice. Remove one of the equal values.", label)
+            raise SpecError("--set", "a value is listed twice. Remove one of the two.", label)
         result[label] = Cell.of(table, settings)
     for cell in result.values():
         refuse_unvalidated(cell.spec)

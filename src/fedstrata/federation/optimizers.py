@@ -65,7 +65,7 @@ class LocalOptimizer(Setting):
             return cls(params, **given, **arguments)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise SpecError(
-                "training.optimizer", f"does not accept its arguments: {error}. Correct the arguments.", self.label
+                "training.optimizer", f"does not accept these arguments: {error}. Correct them.", self.label
             ) from None
 
 

@@ -73,7 +73,7 @@ def _find(module: nn.Module) -> str:
     linear = [name for name in linear if not _in_adapter(module, name)]
     if not linear:
         problem = f"{type(module).__name__} has neither a submodule 'head' nor a trained nn.Linear"
-        advice = "Call the classifier 'head', or pass its name: Model(module, head='dotted.name')."
+        advice = "Name the classifier 'head', or pass its name: Model(module, head='dotted.name')."
         raise SpecError("model.head", f"{problem}. {advice}")
     return linear[-1]
 

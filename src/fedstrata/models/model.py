@@ -224,7 +224,7 @@ class Model:
             ValueError: A name is missing or unknown, or a shape differs.
         """
         if self._installed is not None:
-            raise RuntimeError("this model is loaded already. Use a clone().")
+            raise RuntimeError("this model is loaded already. Use a copy from clone().")
         if missing := self._leaves.keys() - params.keys():
             raise ValueError(f"these parameters are missing: {', '.join(sorted(missing))}")
         training, buffers = self.module.training, buffers or {}

@@ -219,7 +219,7 @@ def _limit() -> Made:
     text = (
         f"{few:.3f} with 10 clients of 60 samples each, and {many:.3f} with 10,000 such clients. With 600 samples per "
         f"client, the error is {errors[600][0]:.3f} with 10 clients, and {errors[600][-1]:.3f} with 10,000 clients. "
-        f"The reported 600 samples are clipped to {bound - 1}, so p̃ tends to {clipped:.3f}"
+        f"The reported number, 600, is clipped to {bound - 1}, so p̃ tends to {clipped:.3f}"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
     return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]

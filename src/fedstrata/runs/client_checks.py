@@ -113,7 +113,7 @@ def _check_method(method: Method, config: FederationConfig) -> None:
         )
         raise SpecError("method.client_sampler", problem, sampler.name)
     if type(data) is not AllData:
-        problem = "asks clients for their numbers of samples, which ε does not cover. Use data_sampler = 'all'."
+        problem = "asks clients for their numbers of samples, but ε does not cover these. Use data_sampler = 'all'."
         raise SpecError("method.data_sampler", problem, data.name)
     if objective.expected(Weights(config.model.params(), {}), config):
         problem = f"lets clients send more than an update, but ε covers only the update. {USE}"

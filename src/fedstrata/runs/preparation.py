@@ -220,7 +220,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
         held: The samples that are not used for training.
     """
     if spec.attack is not None and spec.attack.alters_replies and not isinstance(spec.method, Recipe):
-        problem = f"needs updates from local training, which clients of {spec.method.name!r} do not send. "
+        problem = f"needs updates from local training, but clients of {spec.method.name!r} do not send any. "
         raise SpecError("attack", f"{problem}Use attack 'label-flip', or a method such as fedavg.", spec.attack.name)
     if spec.privacy.sums == "secure":
         check_secure_sums(spec, config, held)

@@ -339,10 +339,10 @@ class FedSTaSData(DataSampler):
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
-                f"method.bound = {self.bound}: the numbers of samples of {clipped} of {config.clients} clients are "
-                f"clipped (the largest client has {int(config.sizes.max())} samples). The estimate of the total is "
-                "therefore too low, and clients use more samples than requested. A larger bound clips fewer clients, "
-                "but adds noise.",
+                f"method.bound = {self.bound}: the number of samples is clipped for {clipped} of {config.clients} "
+                f"clients (the largest client has {int(config.sizes.max())} samples). The estimate of the total is "
+                "therefore too low, and clients use more samples than requested. With a larger bound, fewer numbers "
+                "are clipped, but the noise increases.",
                 stacklevel=2,
             )
 

@@ -81,9 +81,7 @@ class Graph(ClientSampler):
             )
             raise SpecError("method.client_sampler", problem, self.name)
         if config.clients > MOST_CLIENTS:
-            problem = (
-                f"computes all shortest paths between {config.clients} clients, which takes too long. Use at most "
-            )
+            problem = f"would take too long to find all shortest paths between {config.clients} clients. Use at most "
             raise SpecError(
                 "method.client_sampler", f"{problem}{MOST_CLIENTS} clients, or the sampler fedentopt.", self.name
             )

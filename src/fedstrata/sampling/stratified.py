@@ -175,7 +175,7 @@ class Stratified(ClientSampler):
         if m < self.strata and self.rule(config) in ("neyman-at-least-one", "proportional"):
             warnings.warn(
                 f"training.clients_per_round = {m}: is lower than method.strata = {self.strata}. Each round therefore "
-                f"leaves out some strata, which biases the aggregate. Use at least {self.strata}.",
+                f"leaves out some strata, so the aggregate is biased. Use at least {self.strata}.",
                 stacklevel=2,
             )
 

@@ -186,7 +186,7 @@ def requested_keys(folder: Path, names: Iterable[str]) -> dict[str, RSAPublicKey
             key, valid, other = request.public_key(), request.is_signature_valid, _common_name(request)
         except (OSError, ValueError, LookupError) as error:
             reason = getattr(error, "strerror", None) or error
-            problem = f"{path.name} cannot be read: {reason}. Ask site {name} for this file (fedstrata request)."
+            problem = f"{path.name} cannot be read: {reason}. Ask site {name} for this file ('fedstrata request')."
             raise SpecError("--requests", problem, str(folder)) from None
         if other != name or not valid or not isinstance(key, RSAPublicKey) or key.key_size < KEY_BITS:
             problem = f"{path.name} must be a valid request of site {name}, with an RSA key of {KEY_BITS} bits or more."

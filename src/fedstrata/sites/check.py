@@ -192,7 +192,7 @@ def _privacy_loss(kit: Path) -> list[Finding]:
         after = total(training.rounds)
     except (FedstrataError, OSError) as error:
         return [Finding("problem", f"privacy: {error}")]
-    text = f"privacy: all {training.rounds} rounds of the job spend ε = {epsilon:.3g} at δ = {policy.delta:g}. "
+    text = f"privacy: the job's {training.rounds} rounds together spend ε = {epsilon:.3g} at δ = {policy.delta:g}. "
     text += f"Together with earlier jobs, the total ε is then {after:.3g}"
     if policy.budget is None or after <= policy.budget:
         return [Finding("ok", text)]

@@ -345,16 +345,15 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
         if measures and conceals:
             problem = (
-                f"replies would disclose the {what} of sites, which the method keeps private. Remove this key, "
-                "and give "
+                f"replies would disclose the sites' {what}, which the method keeps private. Remove this key, and give "
             )
             raise SpecError(f"evaluation.{key}", problem + "the server test samples.", getattr(evaluation, key))
     if conceals and empty.task.fits:
-        problem = f"statistics of the targets would disclose the {what} of sites, which the method keeps private. "
+        problem = f"statistics of the targets would disclose the sites' {what}, which the method keeps private. "
         advice = "Set task.mean and task.deviation, and task.edges instead of task.bins."
         raise SpecError("task", problem + advice, empty.task.name)
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
-        problem = f"statistics of the samples would disclose the {what} of sites, which the method keeps private"
+        problem = f"statistics of the samples would disclose the sites' {what}, which the method keeps private"
         accepted = "Use 'none', or data.shift and data.scale, and impute = 'constant' for missing values."
         raise SpecError("data.normalize", f"{problem}. {accepted}", spec.data.normalize)
 

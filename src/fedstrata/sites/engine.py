@@ -214,7 +214,7 @@ class NVFlareEngine(Engine):
             if isinstance(answer, BegunWithKeys) and self.secure_sums is not None:
                 self.secure_sums.packages[site] = answer.package
             if answer.round != round:
-                reason = f"site {site} has its clients' states of round {answer.round}, not {round}"
+                reason = f"site {site} has the states of its clients after round {answer.round}, not round {round}"
                 self._note("state lost", site, reason)
             elif lost := [client for client in answer.lost if client in clients]:
                 reason = f"site {site} does not have the states of clients that were at other sites up to round {round}"

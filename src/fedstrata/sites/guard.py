@@ -163,7 +163,7 @@ class Quota:
         with self._changing():
             if policy is not None and self.starts >= policy.starts:
                 problem = (
-                    f"the job began {self.starts} times, but may begin at most {policy.starts} times. Use another job."
+                    f"the job began {self.starts} times, but may begin at most {policy.starts} times. Submit a new job."
                 )
                 raise RuleError("policy.starts", problem)
             self.starts += 1
@@ -419,9 +419,9 @@ class Guard:
             RuleError: The hop would show the model to the server, or the server has already fetched the relay's model.
         """
         if relay_id == self._relay_over:
-            raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched its model")
+            raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched the model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
-            problem = "the server could read the models of the relay, which this site does not allow"
+            problem = "the server could read the models of the relay, but this site allows only direct relays"
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
@@ -507,7 +507,7 @@ class Guard:
             count, when = self._times.get(key, 0) if match.position == self.position else 0, _WHEN[allowed.rule.phase]
         if count >= allowed.times:
             raise RuleError(
-                "repeat", f"{allowed.label} may come at most {allowed.times} time(s) {when}, but came again"
+                "repeat", f"{allowed.label} may arrive at most {allowed.times} time(s) {when}, but arrived again"
             )
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:

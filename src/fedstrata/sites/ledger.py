@@ -212,12 +212,12 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
             checked.notes.append(
-                f"entry {number}: the line after entry {number - 1} was incomplete, because of a crash before the site "
+                f"entry {number}: the line after entry {number - 1} was incomplete, because the site crashed before it "
                 "sent the reply"
             )
     if torn:
         problem = (
-            f"the line after entry {len(lines)} is incomplete ({len(torn)} bytes), because of a crash before the site "
+            f"the line after entry {len(lines)} is incomplete ({len(torn)} bytes), because the site crashed before it "
             "sent the reply"
         )
         checked.notes.append(f"{problem}. The next entry will record the crash.")

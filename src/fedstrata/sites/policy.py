@@ -180,7 +180,7 @@ class Policy(Setting):
                 by = [each.label for each in asked.allowed if fact in each.rule.discloses]
                 by.append("the survey of the sites' data")
                 raise RuleError(
-                    f"policy.{rule}", f"{by[0]} discloses {what}, which this site does not allow. {accepted}"
+                    f"policy.{rule}", f"this site keeps {what} private, but {by[0]} discloses them. {accepted}"
                 )
         self._check_sums(asked.privacy)
         self._check_client_noise(asked.privacy)
@@ -237,7 +237,7 @@ class Policy(Setting):
     def _outside(self, names: list[str]) -> str:
         values = " and ".join(f"{OUTSIDE[name]} ({name!r})" for name in names)
         allowed = ", ".join(self.outside_dp) or "none"
-        return f"{values} would be sent without noise, but this site allows only: {allowed}"
+        return f"{values} would be sent without noise. This site allows this only for: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
         """Raise an error if other jobs already got as many different replies about the data as ``surveys`` allows.

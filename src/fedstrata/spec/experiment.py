@@ -445,7 +445,7 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
         raise SpecError(f"{COMPARE}.{label}.method.name", "must be the name of a method.", name)
     if ":" not in name and name not in METHODS:
         if label in overlays:
-            problem = f"is not set. Set method.name in [compare.{label}], or [method] in the spec."
+            problem = f"is not set. Set 'name' in [compare.{label}.method] or in [method]."
             raise SpecError(f"{COMPARE}.{label}.method.name", problem)
         problem = not_among("is not a known method or label", label, [*METHODS, *overlays], "Use some of")
         raise SpecError("--methods", problem, label)

@@ -89,7 +89,7 @@ def check_secure_batches(config: FederationConfig, mode: str) -> None:
         problem = "trains on single samples, but with privacy.sums = 'secure' the server sees only sums."
         raise SpecError("method.mode", f"{problem} Use method.mode = 'batch', or privacy.sums = 'plain'.", mode)
     if config.model.buffers():
-        problem = "BatchNorm adds up the clients' statistics in each batch, which secure sums do not support."
+        problem = "BatchNorm adds up the clients' statistics in each batch, but secure sums do not support this."
         raise SpecError("model", f"{problem} Use a model without BatchNorm.")
 
 

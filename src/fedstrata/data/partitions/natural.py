@@ -105,7 +105,7 @@ class SingleClient(Partition):
         if self.only >= len(whole):
             raise SpecError(
                 "partition.only",
-                f"the partition partition.of does not contain this client. Use a number from 0 to {len(whole) - 1}.",
+                f"the partition in partition.of does not contain this client. Use a number from 0 to {len(whole) - 1}.",
                 self.only,
             )
         alone = Assignment.from_lists([whole[self.only]])

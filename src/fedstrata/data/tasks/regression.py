@@ -145,7 +145,7 @@ class Regression(Task):
     @override
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
         if label is None:
-            problem = "needs numbers as labels, which sites read only from tables. Describe the table in data.schema."
+            problem = "needs numeric labels, but sites read these only from tables. Describe the table in data.schema."
             raise SpecError("task", problem, self.name)
         if self._needs_edges and self.step is None:
             problem = (

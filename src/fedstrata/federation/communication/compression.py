@@ -95,7 +95,7 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the reply for PowerSGD's first sum contains the inner reply, which belongs to the second sum"
+                    "the reply to PowerSGD's first request contains the original reply, which belongs to the second"
                 )
             return
         if answer.reply is None:

@@ -135,4 +135,4 @@ def check_vector(reply: MaskedReply, length: int) -> None:
     """
     require_shape(reply.vector, (length,), torch.int32, "the vector")
     if reply.vector.layout != torch.strided:
-        raise ReplyRefusedError("the vector is sparse")
+        raise ReplyRefusedError("the vector is sparse, but must be dense")

@@ -169,7 +169,7 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
     reasons: dict[str, list[Reason]] = {name: [] for name in order}
     for rule in holding:
         value, (label, _, unit) = float(getattr(measured, rule.key)), SHOWN[rule.key]
-        text = f"The property {label!r} is {shown(value, unit)}, which reaches the limit {shown(rule.least, unit)}."
+        text = f"The property {label!r} is {shown(value, unit)} (rule: at least {shown(rule.least, unit)})."
         for name, claim in rule.methods.items():
             reasons[name].append(Reason(f"{text} {claim.text}", claim.source, rule.key, value))
     return reasons

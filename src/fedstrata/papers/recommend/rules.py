@@ -74,7 +74,7 @@ RULES = (
         "online_skew",
         0.1,
         {
-            "fedau": Claim("FedAU weights an update by the client's mean time between replies.", "arXiv:2306.03401"),
+            "fedau": Claim("FedAU multiplies an update by the client's mean time between replies.", "arXiv:2306.03401"),
             "fedawe": Claim(
                 "FedAWE multiplies an update by the number of rounds since the client's last reply.", "arXiv:2409.17446"
             ),

@@ -53,7 +53,7 @@ def _deploy(options: argparse.Namespace) -> int:
         folder = common.located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
         return common.show_run(History.load(folder), options.json)
     common.located(options, lambda: provision(spec, sites, out, requests=options.requests))
-    text = f"{out}: send each party the folder with the name of the party. The README.md of each folder says what to do"
+    text = f"{out}: send each party the folder that has the party's name. The README.md of each folder says what to do"
     return _show(options, {"folder": str(out)}, text)
 
 
@@ -149,7 +149,7 @@ def add_status(commands: common.Commands) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a port. Put the folder before --serve.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number. Put the folder before --serve.")
     return int(text)
 
 

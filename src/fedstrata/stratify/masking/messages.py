@@ -146,7 +146,7 @@ class SealLabels(Request):
     def check(self, reply: SealedLabels) -> None:
         """Raise ``ReplyRefusedError`` if the reply has no ciphertext, or more ciphertexts than all classes need."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
-            problem = f"the reply has {len(reply.sheets)} ciphertexts, which is impossible with {self.classes} classes"
+            problem = f"the reply has too few or too many ciphertexts ({len(reply.sheets)}) for {self.classes} classes"
             raise ReplyRefusedError(problem)
 
 
@@ -265,7 +265,7 @@ class CountReport(Request):
     def check(self, reply: CountReply) -> None:
         """Raise ``ReplyRefusedError`` if the number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
-            problem = f"the reply has {len(reply.pages)} ciphertexts, which is impossible for {self.size} counts"
+            problem = f"the reply has too few or too many ciphertexts ({len(reply.pages)}) for {self.size} counts"
             raise ReplyRefusedError(problem)
 
 
