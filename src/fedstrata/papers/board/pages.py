@@ -234,8 +234,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"Within FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"At FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, the accuracy of "
-        f"`{name}` at FedAvg's {cost} differs from FedAvg's accuracy by {difference}."
+        f"At FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, `{name}` differs from "
+        f"FedAvg by {difference} at FedAvg's {cost}."
     )
 
 
