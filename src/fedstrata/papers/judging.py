@@ -407,7 +407,7 @@ def _steadier(case: _Case) -> Judgement:
 
     texts = (
         f"{case.instead}, the standard deviation of the accuracy over the last {last} rounds changes by",
-        f"We compare the standard deviations of the accuracies of {case.both} over the last {last} rounds.",
+        f"For {case.both}, we compare the standard deviation of the accuracy over the last {last} rounds.",
     )
     return case.judged(texts, case.places(), "curve", deviations, "below")
 

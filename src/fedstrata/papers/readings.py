@@ -164,10 +164,10 @@ def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}
     simulated = {name: sampled_variance(*case) for name, case in cases.items()}
     parts = [f"{100 * each['ratio']:.0f} % ({name}ly separated groups)" for name, each in simulated.items()]
-    biases = [f"{100 * each['bias']:.0f} %" for each in simulated.values()]
+    biases = [f"{100 * each['bias']:.0f} % ({name}ly separated)" for name, each in simulated.items()]
     text = (
-        f"{' and '.join(parts)} of the variance with uniform sampling. However, the mean update is biased by "
-        f"{' and '.join(biases)} of its length, respectively. The page [Samplers](samplers.md) shows results for MNIST"
+        f"{' and '.join(parts)} of the variance with uniform sampling. However, the bias of the mean update is "
+        f"{' and '.join(biases)} of its length. The page [Samplers](samplers.md) shows results for MNIST"
     )
     values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
     return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
@@ -181,8 +181,8 @@ def _privacy() -> Made:
     ratio = (alpha + other) / other
     spent = 99 * 10 / 100 * epsilon
     text = (
-        f"{ratio:.3f}, which is e^ε. In 99 rounds with 10 of 100 clients per round, the average client spends a total "
-        f"ε of {spent:.1f}"
+        f"{ratio:.3f}, which is e^ε. In 99 rounds with 10 of 100 clients each, a client takes part "
+        f"{spent / epsilon:.1f} times on average, and spends a total ε of {spent:.1f}"
     )
     return text, {"ratio": ratio, "spent": spent}, [ratio <= math.exp(epsilon) * (1 + 1e-9)]
 
@@ -272,7 +272,7 @@ def _less_variance() -> Made:
 
 @_reading(
     "fedssar-condition",
-    "The theorems require ρ > 0. Even without noise and with L̄ = 0, this requires a smoothness constant L of the loss",
+    "The theorems require ρ > 0. Even without noise and with L̄ = 0, ρ > 0 requires a smoothness constant L of the loss",
 )
 def _condition() -> Made:
     alphas, places = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005, 0.001), 10

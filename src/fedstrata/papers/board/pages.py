@@ -198,7 +198,7 @@ def _comparison(verdicts: Verdicts) -> list[str]:
     others = len(verdicts.complete) - 1 - len(above) - len(below)
     lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
     if others:
-        lines.append(f"None of the {others} other methods with all seeds differs significantly from FedAvg.")
+        lines.append(f"None of the {others} other methods that finished all seeds differs significantly from FedAvg.")
     return lines
 
 
@@ -234,8 +234,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"Within FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"At FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, its accuracy at FedAvg's "
-        f"{cost} differs from FedAvg's accuracy by {difference}."
+        f"At FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, `{name}` differs from "
+        f"FedAvg by {difference} at FedAvg's {cost}."
     )
 
 
