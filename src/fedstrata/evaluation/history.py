@@ -512,8 +512,8 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             about |= {key: summary[key] for key in ("method", "seed", "primary") if key in summary}
             if summary.get("lower_is_better"):
-                # For metrics that users wrote, the spec may lack the direction (lower or higher is better). The summary
-                # contains the direction of the primary metric.
+                # The spec may not say whether lower values of a user's own metric are better. For the primary metric,
+                # the summary says so.
                 about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()

@@ -121,8 +121,8 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
     [4.0, 6.0, 0.0]
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    # A block is a group of positions at distances of ``gap``. It is stored as the mean of the wanted positions (without
-    # the gaps) and the number of positions.
+    # A block is a group of neighbours that are placed ``gap`` apart. It is stored as a pair: the mean of the wanted
+    # positions, from which rank * gap is subtracted, and the number of positions.
     blocks = list[tuple[float, int]]()
     for rank, index in enumerate(order):
         mean, size = wanted[index] - rank * gap, 1

@@ -228,7 +228,7 @@ def _more(
     rows = [every[label] for label in labels]
     left_out = {"best_round", "rounds", *itertools.islice(comparison.measures, 1)}
     keys = [key for key in tables.keys(rows) if key not in left_out and any(row.cells[key].mean for row in rows)]
-    # Sort metrics as in the records, because the records have the order of the spec.
+    # Show metrics in the order of the spec, which is also their order in the records.
     order = {
         name: i for i, name in enumerate(name for each in members.values() for run in each for name in run.columns)
     }

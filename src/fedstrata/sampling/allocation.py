@@ -153,7 +153,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
     """
     order = generator.permutation(items)
     # Imagine the items one after another on a line, where the length of an item is its size times ``count``. Pointers
-    # at intervals of ``total``, with a random start, hit the drawn items.
+    # are placed every ``total``, beginning at a random point, and each pointer draws the item that it hits.
     ends = np.cumsum(sizes[order] * count)
     total = int(sizes[order].sum())
     pointers = generator.integers(total) + total * np.arange(count)

@@ -92,8 +92,8 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
     """
     ordered = np.sort(values)
     groups = ckmeans.ckmeans(ordered, min(centres, len(np.unique(ordered))))
-    # Take the smallest value of each group, except of the first group. ``np.unique`` merges groups that begin with
-    # equal values.
+    # The smallest value of each group except the first: these values separate the groups. ``np.unique`` merges groups
+    # that begin with equal values.
     lowest = np.unique(ordered[np.cumsum([len(group) for group in groups[:-1]], dtype=np.int64)])
     edges = np.concatenate([[0], np.searchsorted(ordered, lowest), [len(ordered)]])
     sums = np.add.reduceat(ordered, edges[:-1], dtype=np.float64)

@@ -48,8 +48,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     common: dict[str, Any] = {"format_version": 2, "task_data_filters": [], "task_result_filters": []}
     controller, executor, server, client = CLASSES
     arguments: dict[str, Any] = {"collab_obj_ids": [], "props": {}}
-    # Our server is a component, and not a workflow, because NVFlare creates components before the controller. The
-    # server's constructor can therefore prepare the controller's thread pools.
+    # NVFlare creates components before workflows. Our server is a component, so that its constructor can prepare the
+    # thread pools of the workflow (the controller).
     components = [{"id": "server_", "path": server, "args": {"plans": [*map(asdict, plans)]}}]
     workflow = {"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}
     write_json(config / "config_fed_server.json", {**common, "components": components, "workflows": [workflow]})

@@ -35,7 +35,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     def __init__(self, records: str) -> None:
         super().__init__()
-        bound_growth()  # this process outlives all jobs, and its memory would grow without limit
+        bound_growth()  # this process outlives all jobs, so its memory would otherwise grow without limit
         self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
         # The lock is needed because heartbeats arrive in many threads, but a client must be logged out only once.

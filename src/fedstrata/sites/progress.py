@@ -178,7 +178,7 @@ class Progress:
                 try:
                     self.write()
                 except Exception as error:
-                    # Only log errors. A full disk, for example, must not stop the run.
+                    # Log the error, but do not raise it: a full disk, for example, must not stop the run.
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return

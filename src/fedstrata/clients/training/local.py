@@ -342,8 +342,8 @@ def _descend(
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
         with precision:
             loss = objective.loss(model, params, batch, context)
-        # For parameters that the loss does not use, ``materialize_grads`` returns the gradient zero. The objective's
-        # correction and weight decay then still apply to these parameters.
+        # For parameters that the loss does not use, ``materialize_grads`` returns zeros, so that the objective's
+        # correction and weight decay still apply to these parameters.
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
 
     of_batch: BatchGradient = loss_and_gradient if chain is None else partial(chain.gradient, params)

@@ -222,8 +222,8 @@ class Compression:
         first, second = FirstForm(form, codec), SecondForm(form, codec)
         exchange = self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)
-        # Divide each matrix Q by its norm, so that its columns have norms of at most 1, as ``FirstForm`` assumes. The
-        # decoded change stays the same, because the columns of P = Σ M_k Q are made orthonormal.
+        # ``next_basis`` divides each matrix Q by its norm, so that no column has a norm above 1, as ``FirstForm``
+        # requires. The decoded update does not change, because the columns of Q's products are made orthonormal later.
         basis = self._basis(codec, second.like)
         basis = codec.next_basis(basis, basis)
         packed = pack(basis, codec.forms_of_basis(second.like))

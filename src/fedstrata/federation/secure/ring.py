@@ -168,8 +168,8 @@ class Ring:
             factor = factors[name] * (self.scale * 2.0**32)
             whole = words[begin : begin + part.size].view(np.int32)
             for first in range(0, part.size, _CHUNK):
-                # No element is larger than ``unit``, so |exact / unit| ≤ 1 holds in spite of rounding. After the
-                # multiplication, |exact| ≤ 2³² ``self.scale`` < 2⁶³, so int64 can represent the integers.
+                # After the division, all absolute values are at most 1, also with rounding. After the multiplication by
+                # ``factor`` ≤ 2³² ``self.scale`` < 2⁶³, they fit into int64.
                 exact = vector[first : first + _CHUNK].astype(np.float64)
                 if unit != 1:
                     exact /= unit
