@@ -90,9 +90,9 @@ def torch_seeded(
 ) -> Iterator[None]:
     """Seed PyTorch's global generators during the ``with`` block, and restore their states afterwards.
 
-    Use this function for code that draws from a global generator, such as the initialisation of modules and
-    ``nn.Dropout``. If ``device`` is a GPU, the GPU's generator is seeded, too. In the block, the default dtype is
-    float32, because another default dtype would change the random numbers.
+    Use this function for code that draws from a global generator, such as ``nn.Dropout`` and the initialisation of
+    modules. If ``device`` is a GPU, the GPU's generator is seeded, too. In the block, the default dtype is float32,
+    because another default dtype would change the random numbers.
     """
     cuda = device is not None and device.type == "cuda"
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()

@@ -458,7 +458,7 @@ def target_text(target: float) -> str:
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a mapping from columns to the numbers in a record.
 
-    A number in a nested dict has the column ``outer.inner``.
+    A number in a nested dict goes into the column ``outer.inner``.
 
     >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
     {'accuracy': 0.5, 'validation.loss': 1.0}

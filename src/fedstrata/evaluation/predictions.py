@@ -185,9 +185,7 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
     kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
     if kept > KEPT_BYTES:
         problem = f"an evaluation would store {kept / 2**30:.1f} GiB, but the limit is {KEPT_BYTES >> 30} GiB. "
-        raise SpecError(
-            "task", problem + "Return fewer values per sample from the task's method rows().", data.task.name
-        )
+        raise SpecError("task", f"{problem}Let the task's method rows() return fewer values.", data.task.name)
     return int(max(1, OUTPUT_BYTES // max(1, output.numel() * 4)))
 
 

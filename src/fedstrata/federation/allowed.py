@@ -93,8 +93,8 @@ class Allowed:
         limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
-        single: Whether the server may read individual replies even with secure sums, because the replies contain no
-            updates.
+        single: Whether the replies contain no updates, so that the server may read individual replies even with secure
+            sums.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.

@@ -52,14 +52,14 @@ class Method(Setting):
     """The paper that defines the method."""
 
     needs_sgd: ClassVar[str] = ""
-    """The reason why the method supports only plain SGD on single batches (a sentence without a full stop).
+    """A sentence, without a full stop, that says why the method supports only plain SGD on single batches.
 
     The reason is empty if the method supports all optimisers of the spec's section ``training``. See also
     ``Objective.needs_sgd``.
     """
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs individual replies, as a verb phrase; see ``Aggregator.needs_replies``.
+    """A verb phrase that says why the server needs individual replies; see ``Aggregator.needs_replies``.
     """
 
     def most_summed(self, config: FederationConfig) -> int:

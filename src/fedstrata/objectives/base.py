@@ -130,7 +130,7 @@ class Objective(Setting):
     """
 
     needs_sgd: ClassVar[str] = ""
-    """The reason why clients must use SGD, as a sentence without a full stop; empty if they may use any optimiser."""
+    """A sentence, without a full stop, that says why clients must use SGD; empty if they may use any optimiser."""
 
     needs_replies: ClassVar[str] = ""
     """The reason why the server needs each client's reply, as a verb phrase; empty if sums of ``summands`` are enough.

@@ -157,8 +157,8 @@ def _importance() -> Made:
 
 @_reading(
     "fedsts-variance",
-    "In simulations, ten of 100 clients are drawn. The 100 clients form ten groups with similar gradients. With the "
-    "published sampling, the variance of the mean update is",
+    "In simulations, ten of 100 clients are drawn. The 100 clients form ten groups, and gradients in a group are "
+    "similar. With the published sampling, the variance of the mean update is",
 )
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}

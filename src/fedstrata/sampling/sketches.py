@@ -144,7 +144,7 @@ class CompressReply(Reply):
     """The gradient of a client's loss, quantized if the request asks for quantization.
 
     Args:
-        centres: The d' values X that occur in the quantized gradient, shape (d',), float32. Without quantization, X
+        centres: The values X that occur in the quantized gradient, shape (d',), float32. Without quantization, X
             contains all coordinates of the gradient.
         codes: The index λ into X for every coordinate, uint8. If d' ≤ 16, each byte contains two indices, with the
             first index in the high four bits. Without quantization, the array is empty.

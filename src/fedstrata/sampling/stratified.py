@@ -113,7 +113,7 @@ class Stratified(ClientSampler):
             1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
-            ``neyman-at-least-one``: as ``neyman``, but at least one draw. ``proportional``: in proportion to the
+            ``neyman-at-least-one``: as ``neyman``, but at least one client. ``proportional``: in proportion to the
             stratum's size, but at least one draw. Default: ``neyman-random`` if draws are systematic or with
             replacement. Otherwise: ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh =
             "participants"``.

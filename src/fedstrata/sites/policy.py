@@ -74,7 +74,7 @@ class Policy(Setting):
             ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer.
             Except in batches of Stratify, requests about fewer than ``min_samples`` samples are never answered.
         rounds: The largest number of rounds of a job.
-        exchanges: The largest number of messages with requests that the site answers for a job.
+        exchanges: The largest number of request messages that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
         starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
@@ -255,7 +255,7 @@ class Policy(Setting):
             problem = (
                 f"other jobs already learned {topic}. This site answers at most {self.surveys} requests of this kind"
             )
-            raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
+            raise RuleError("policy.surveys", f"{problem}. To approve this job nevertheless, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
         """Raise an error if a category, a target or a value occurs, but fewer than ``least`` times.

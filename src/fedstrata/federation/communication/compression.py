@@ -99,7 +99,7 @@ class Reader:
                 )
             return
         if answer.reply is None:
-            raise ReplyRefusedError("the reply contains an encoded update, but its other values are missing")
+            raise ReplyRefusedError("the reply contains only the encoded update, and lacks the other values of a reply")
         change = self._decode(unpack(answer.payload, self.forms))
         if not all(map(finite, change.values())):
             raise ReplyRefusedError("the decoded update contains NaN or infinity")

@@ -234,8 +234,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"Within FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"At FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, `{name}` differs from "
-        f"FedAvg by {difference} at FedAvg's {cost}."
+        f"With no more {cost} than FedAvg, `{name}` has the best validation accuracy. With new seeds and the same "
+        f"limit, `{name}` differs from FedAvg by {difference}."
     )
 
 

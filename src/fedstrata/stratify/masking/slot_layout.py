@@ -120,7 +120,7 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """Draw the random numbers r and p·s + u (see the module's docstring), which hide differences, shape (slots,).
+        """Draw the random numbers r and p·s + u, shape (slots,), that hide differences (see the module's docstring).
 
         The numbers come from the operating system's randomness, and not from the experiment's seed, because clients
         know the seed and could repeat the draws.
