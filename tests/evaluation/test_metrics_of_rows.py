@@ -109,9 +109,9 @@ def test_wrong_arguments_and_tasks_are_refused_before_the_first_round():
         SpecError, match=r"evaluation\.metrics = 'MultilabelAUROC': fails on predictions of the task 'mu"
     ):
         prepared_of("multilabel", evaluation={"metrics": [{"name": f"{CLASSES}:MultilabelAUROC", "num_labels": 9}]})
-    with pytest.raises(SpecError, match=r"mean-average-precision.*needs targets with several labels"):
+    with pytest.raises(SpecError, match=r"mean-average-precision.*needs several labels per sample"):
         prepared_of("regression", evaluation={"metrics": ["mean-average-precision"]})
-    with pytest.raises(SpecError, match=r"mean-average-precision.*needs targets with several labels"):
+    with pytest.raises(SpecError, match=r"mean-average-precision.*needs several labels per sample"):
         prepared_of("classification", evaluation={"metrics": ["accuracy", "mean-average-precision"]})
 
 

@@ -194,7 +194,7 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
         assert said in text, said
     differs = files("fedstrata.papers").joinpath("fedstas", "differs.md").read_text(encoding="utf-8")
     differs = " ".join(differs.split())
-    assert f"a client spends a total ε of {found['ldp'].values['spent']:.1f} on average in 99 rounds" in differs
+    assert f"a total ε of {found['ldp'].values['spent']:.1f} on average in 99 rounds" in differs
     assert f"p̃ tends to {0.1 * 600 / 99 / 0.1:.2f} p" in differs
 
 
