@@ -180,7 +180,7 @@ def test_cells_are_every_combination_and_called_by_it() -> None:
     assert list(alike) == ["model.name=mlp,method.name=fedavg"]
     steps = cells(TABLES, {"training.local_steps": [3]})["local_steps=3"].spec.training
     assert (steps.local_steps, steps.local_epochs) == (3, None)  # it replaces the spec's epochs
-    with pytest.raises(SpecError, match=r"a value is listed twice\. Remove one of the equal values\."):
+    with pytest.raises(SpecError, match=r"a value is listed twice\. Remove one of the two\."):
         cells(TABLES, {"data.name": ["a/b", "a_b"]})
 
 

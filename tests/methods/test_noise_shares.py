@@ -200,7 +200,7 @@ def test_worker_processes_give_the_same_bytes():
             r"privacy\.clients\.colluding = 2: has an effect only with noise_from = 'sites'",
         ),
         ({"privacy": dp(noise_from="server")}, r"privacy\.sums = 'secure': the server must clip each update"),
-        ({"privacy": dp(colluding=4)}, r"privacy\.clients\.colluding = 4: .* only 5 clients.* at most 3"),
+        ({"privacy": dp(colluding=4)}, r"privacy\.clients\.colluding = 4: .* as few as 5 clients.* at most 3"),
         ({"privacy": dp(budget=0.1)}, r"privacy\.clients\.budget = 0\.1: the first round would spend ε = 35"),
         ({"communication": {"up": "qsgd"}}, r"communication\.up = 'qsgd': is not possible with secure sums"),
         ({"method": {"name": "scaffold"}}, r"method\.objective = 'scaffold': lets clients send more than an update"),
