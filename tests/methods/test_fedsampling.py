@@ -43,7 +43,7 @@ def test_keeping_everything_in_one_step_is_centralised_gradient_descent():
 
 @pytest.mark.slow
 def test_it_learns_under_privacy():
-    with pytest.warns(UserWarning, match="clips"):
+    with pytest.warns(UserWarning, match="is clipped for 6 of 15 clients"):
         history = fs.run(
             fs.Experiment(
                 method=FedSampling(samples=400, epsilon=3.0, bound=100),
