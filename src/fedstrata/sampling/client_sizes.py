@@ -300,8 +300,8 @@ class FedSTaSData(DataSampler):
             samples reports at most M − 1.
         share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their
             numbers of samples, and ``fraction`` and ``bound`` have no effect.
-        estimates: Estimate of the participants' total number of samples. ``round``: from the replies of the current
-            round, as in the paper. ``pooled``: the mean of all estimates up to the current round. Default: ``round``.
+        estimates: Estimate of the participants' total number of samples. ``round``: an estimate from the current
+            round's replies, as in the paper. ``pooled``: the mean of all estimates up to the current round. Default: ``round``.
         reuse: Whether each client reports its number of samples, and spends ε, only once. Default: false.
     """
 
