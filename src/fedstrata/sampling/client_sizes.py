@@ -302,7 +302,7 @@ class FedSTaSData(DataSampler):
             numbers of samples, and ``fraction`` and ``bound`` have no effect.
         estimates: Estimate of the participants' total number of samples. ``round``: an estimate from the current
             round's replies, as in the paper. ``pooled``: the mean of all estimates so far. Default: ``round``.
-        reuse: Whether each client reports its number of samples, and spends ε, only once. Default: false.
+        reuse: Whether each client reports its number of samples only once (total cost: ε). Default: false.
     """
 
     needs_replies = "asks each client for its number of samples, or hides this number"
