@@ -294,15 +294,15 @@ class FedSTaSData(DataSampler):
     Args:
         fraction: Mean fraction of the participants' samples that a round uses.
         samples: Mean number n* of samples that a round uses. Default: computed from ``fraction``.
-        epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples. A
-            client spends ε per report. Default: clients report exact numbers.
+        epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples.
+            Each report costs a client ε. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their
             numbers of samples, and ``fraction`` and ``bound`` have no effect.
-        estimates: Estimate of the participants' total number of samples. ``round``: from the replies of the current
-            round, as in the paper. ``pooled``: the mean of all estimates up to the current round. Default: ``round``.
-        reuse: Whether each client reports its number of samples, and spends ε, only once. Default: false.
+        estimates: Estimate of the participants' total number of samples. ``round``: an estimate from the current
+            round's replies, as in the paper. ``pooled``: the mean of all estimates so far. Default: ``round``.
+        reuse: Whether each client reports its number of samples only once (total cost: ε). Default: false.
     """
 
     needs_replies = "asks each client for its number of samples, or hides this number"
