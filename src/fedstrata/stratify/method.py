@@ -77,7 +77,7 @@ class Stratify(Method):
             Default: SGD with the momentum and weight decay of ``training``.
         chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
             single-sample mode. Larger chunks mean fewer transfers of the model.
-        retain: In single-sample mode, fraction of a label's clients that may train on the label within a chunk.
+        retain: In single-sample mode, fraction of the clients with a label that may train on this label within a chunk.
             Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
