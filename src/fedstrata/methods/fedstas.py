@@ -22,8 +22,8 @@ class FedSTS(Recipe):
 
     Args:
         aggregation: How the clients' models are averaged. ``paper``: first within each stratum, then over strata
-            (biased). ``horvitz-thompson``: with unbiased weights, after draws with replacement. ``inclusion``: with
-            unbiased weights, after systematic draws.
+            (biased). ``horvitz-thompson``: unbiased weights for draws with replacement. ``inclusion``: unbiased weights
+            for systematic draws.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

@@ -169,7 +169,7 @@ class MLflow(Tracker):
         experiment: Name of an existing or new experiment in MLflow.
         run: Name of the run in MLflow. Default: method, data set and seed.
         tags: Additional tags of the run in MLflow.
-        artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
+        artifacts: Whether to upload the run folder (without checkpoints) when the run ends.
     """
 
     uri: str | None = None

@@ -62,22 +62,22 @@ class Stratify(Method):
             samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to multiply a sample's loss by p / q: p is its label's fraction of all samples, and q is
-            its label's fraction of the epoch's samples. Only for ``mode = "batch"``.
+        label_weights: Whether to multiply a sample's loss by p / q: its label has a fraction p of all samples, and a
+            fraction q of the epoch's samples. Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch if ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
             ``weighted`` by their numbers of samples with this label.
         batch_size: Number of samples in a batch, summed over all clients. Default: ``training.batch_size``.
-        lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``: 1
-            (``none``), r (``linear``) or √r (``sqrt``).
-        local_steps: Number of steps that each client takes on its own samples of a batch, in batch mode. With 1,
-            training on a batch equals one step of centralised SGD.
+        lr_rule: Factor by which the learning rate is multiplied: 1 (``none``), r (``linear``) or √r (``sqrt``), where r
+            is ``batch_size / training.batch_size``.
+        local_steps: Number of steps that each client takes on its own samples of a batch, in batch mode. With one
+            step, training on a batch equals one step of centralised SGD.
         server: Server optimiser in batch mode. The optimiser's ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and weight decay of ``training``.
         chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
             single-sample mode. Larger chunks mean fewer transfers of the model.
-        retain: In single-sample mode, fraction of a label's clients that may train on the label within a chunk.
+        retain: In single-sample mode, fraction of the clients with a label that may train on this label within a chunk.
             Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
