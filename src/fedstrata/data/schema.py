@@ -198,7 +198,7 @@ class Schema(Setting):
 
     Args:
         label: Name of the column with the label.
-        client: Name of the column with each row's client, for the partition ``natural``.
+        client: Name of the column that gives each row's client, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role (in deployments: the keys of
             ``columns``).
         columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the type of a

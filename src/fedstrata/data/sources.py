@@ -80,7 +80,7 @@ with warnings.catch_warnings():
             scale: Factors, one per channel or feature, by which normalisation multiplies the inputs after subtracting
                 ``shift``. Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
-            custom: Description of arrays passed from Python. Only fedstrata sets this key.
+            custom: Description of arrays passed from Python. Set by fedstrata, not by users.
         """
 
         name: str = "digits"  # type: ignore[misc]  # replaces an attribute of ``Setting``
