@@ -70,7 +70,7 @@ with warnings.catch_warnings():
                 0 and standard deviation 1. ``unit``: scaling to [0, 1]. ``none``: only conversion to float32. ``keep``:
                 integers stay integers, as token models require.
             limit: Number of training samples to use, drawn at random and stratified by class. Default: all samples.
-            client: Column with each sample's client in a Hugging Face data set, for the partition ``natural``.
+            client: Column of a Hugging Face data set that gives each sample's client, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
                 statistics come only from samples that clients train on.
