@@ -45,7 +45,7 @@ class Column(Setting):
 
     Args:
         type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default:
-            implied by other keys such as ``categories``, otherwise guessed from the cells (``number`` in deployments).
+            follows from other keys such as ``categories``, or is guessed from the cells (``number`` in deployments).
         unit: Unit of the numbers, such as ``mm``, shown in error messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
@@ -198,15 +198,15 @@ class Schema(Setting):
 
     Args:
         label: Name of the column with the label.
-        client: Name of the column with each row's client, for the partition ``natural``.
+        client: Name of the column that gives each row's client, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role (in deployments: the keys of
             ``columns``).
         columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the type of a
             column without an entry. Deployments require an entry for every feature.
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
-        ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows (of all rows if ``client`` is not set) for testing, stratified by class.
+        ignore: Names of columns that the model does not use. Do not set both ``ignore`` and ``features``.
+        test: Test fraction of each client's rows (of all rows if ``client`` is not set), stratified by class.
             Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
             test and ``false`` for train).
         delimiter: Cell separator of CSV files.

@@ -70,17 +70,17 @@ with warnings.catch_warnings():
                 0 and standard deviation 1. ``unit``: scaling to [0, 1]. ``none``: only conversion to float32. ``keep``:
                 integers stay integers, as token models require.
             limit: Number of training samples to use, drawn at random and stratified by class. Default: all samples.
-            client: Column with each sample's client in a Hugging Face data set, for the partition ``natural``.
+            client: Column of a Hugging Face data set that gives each sample's client, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
                 statistics come only from samples that clients train on.
             classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
             range: Minimum and maximum allowed value in an array file.
             shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.
-            scale: Factors, one per channel or feature, by which normalisation multiplies the inputs after subtracting
-                ``shift``. Set both ``shift`` and ``scale``, or neither.
+            scale: Numbers by which normalisation multiplies after subtracting ``shift``, one per channel or feature.
+                Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
-            custom: Description of arrays passed from Python. Only fedstrata sets this key.
+            custom: Description of arrays passed from Python. Set by fedstrata, not by users.
         """
 
         name: str = "digits"  # type: ignore[misc]  # replaces an attribute of ``Setting``
