@@ -278,7 +278,7 @@ def write(out: Path, kept: dict[str, Any]) -> None:
         "",
         "Masking happens before the first round, and again when clients join, in three phases:",
         "",
-        "1. **Unique list**: the server makes a list of all labels, with each label once.",
+        "1. **Unique list**: the server makes a list that contains each label once.",
         "2. **Mapping**: each client learns the placeholders of its labels.",
         "3. **Counts**: from encrypted sums, the server learns the total number of samples of each placeholder.",
         "",

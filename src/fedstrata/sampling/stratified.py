@@ -113,10 +113,9 @@ class Stratified(ClientSampler):
             1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
-            ``neyman-at-least-one``: as ``neyman``, but at least one client. ``proportional``: in proportion to the
-            stratum's size, but at least one draw. Default: ``neyman-random`` if draws are systematic or with
-            replacement. Otherwise: ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh =
-            "participants"``.
+            ``neyman-at-least-one``: as ``neyman``, but at least 1. ``proportional``: in proportion to the stratum's
+            size, but at least 1. Default: ``neyman-random`` if draws are systematic or with replacement. Otherwise:
+            ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh = "participants"``.
     """
 
     needs_replies = "forms groups of clients from their gradients"
