@@ -280,7 +280,7 @@ def write(out: Path, kept: dict[str, Any]) -> None:
         "",
         "1. **Unique list**: the server makes a list that contains each label once.",
         "2. **Mapping**: each client learns the placeholders of its labels.",
-        "3. **Counts**: from encrypted sums, the server learns the total number of samples of each placeholder.",
+        "3. **Counts**: from encrypted sums, the server learns how many samples each placeholder has in total.",
         "",
         f"`make bench-masking` made these measurements ({kept['machine']}). *labels* is the number of labels of each",
         "client. Times are the total CPU time of all clients and the server, in one thread. *Sent* and *received* are",

@@ -60,8 +60,8 @@ class Graph(ClientSampler):
         alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which the sampler's graph connects two clients.
         sigma: Constant σ²: an edge between two clients with similarity V has the length exp(−V² / σ²).
-        counted: Events that count as earlier participations of a client. ``invited``: invitations, as in the paper.
-            ``returned``: replies that the server used.
+        counted: Earlier participations of a client that are counted: its invitations (``invited``), as in the paper, or
+            its replies that the server used (``returned``).
     """
 
     tells_sizes = True
