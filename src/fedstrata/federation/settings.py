@@ -200,7 +200,7 @@ class Training(Setting):
             mini-batch.
         accumulate: Number of mini-batches per step. Each step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples.
-        optimizer: The clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
+        optimizer: The clients' optimiser: ``sgd``, ``adamw``, or another PyTorch optimiser as ``"module:Class"``.
         optimizer_state: Whether a client's optimiser begins each round with an empty state (``reset``), or with the
             state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores two
             numbers per model parameter.
