@@ -200,9 +200,9 @@ class Training(Setting):
             mini-batch.
         accumulate: Number of mini-batches per step. Each step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples.
-        optimizer: The clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
-        optimizer_state: State of a client's optimiser at the start of each round: empty (``reset``),
-            or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores two
+        optimizer: The clients' optimiser: ``sgd``, ``adamw``, or another PyTorch optimiser as ``"module:Class"``.
+        optimizer_state: Whether a client's optimiser begins each round with an empty state (``reset``), or with the
+            state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores two
             numbers per model parameter.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' optimiser ``sgd``.
@@ -214,8 +214,8 @@ class Training(Setting):
         clip: Maximum norm of a gradient. Larger gradients are scaled down.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
-            test batches' statistics.
-        execution: How sums over clients are computed. ``fused``: possibly in one pass over several clients.
+            statistics of each test batch.
+        execution: How sums over clients are computed. ``fused``: one pass may process several clients.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:

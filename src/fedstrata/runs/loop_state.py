@@ -116,8 +116,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of *unheard* clients: the server has not used a reply of these clients recently.
 
-        A reply is recent if it came after the n-th last evaluation, where n is ``evaluations``. If the run has had
-        fewer evaluations, all replies are recent.
+        A reply is recent if it came after the first of the last n evaluations, where n is ``evaluations``. If the run
+        has had fewer evaluations, all replies are recent.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

@@ -50,7 +50,7 @@ class FedSSARSampler(ClientSampler):
     Args:
         min_samples: Minimum number of clients in a core point's neighbourhood, including the point (``min_samples`` of
             OPTICS).
-        xi: Minimum relative decrease of the reachability distance that marks the start of a cluster (``xi`` of OPTICS).
+        xi: Minimum relative decrease of the reachability distance at the start of a cluster (``xi`` of OPTICS).
         features: Values by which clients are clustered: their model ``parameters``, as in the paper, or their
             ``updates``.
         coordinates: Number of values that the server stores per client, after a random projection. With 0, all values

@@ -59,9 +59,9 @@ class Graph(ClientSampler):
     Args:
         alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which the sampler's graph connects two clients.
-        sigma: Constant σ² of edge lengths. An edge between two clients with similarity V has the length exp(−V² / σ²).
-        counted: Events that count as earlier participations of a client. ``invited``: invitations, as in the paper.
-            ``returned``: replies that the server used.
+        sigma: Constant σ²: an edge between two clients with similarity V has the length exp(−V² / σ²).
+        counted: Earlier participations of a client that are counted: its invitations (``invited``), as in the paper, or
+            its replies that the server used (``returned``).
     """
 
     tells_sizes = True

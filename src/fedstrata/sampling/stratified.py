@@ -101,22 +101,21 @@ class Stratified(ClientSampler):
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or only the round's
             ``participants``. Default: ``participants`` with more than 1,000 clients or with ``gradients = "updates"``,
             otherwise ``all``.
-        gradients: Gradients by which clients are grouped. ``asked``: each client computes its gradient at the global
-            model. ``updates``: the client's last update, divided by the learning rate and the number
-            of steps. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        gradients: Gradients by which clients are grouped. ``asked``: each client computes a gradient of the global
+            model. ``updates``: the client's last update, divided by the learning rate and the number of steps.
+            Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Values by which clients are compared: the compressed gradient (``restored``), as in the paper, or only
             its d' distinct values (``centroids``), as in FedSTaS's code.
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
-            paper. ``systematic``: at equal distances along a list, so that each client's probability is known (Madow
-            1949).
+            paper. ``systematic``: at equal distances in a list of the clients, so that each client's probability is
+            known (Madow 1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
-            ``neyman-at-least-one``: as ``neyman``, but at least one client. ``proportional``: in proportion to the
-            stratum's size, but at least one draw. Default: ``neyman-random`` if draws are systematic or with
-            replacement. Otherwise: ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh =
-            "participants"``.
+            ``neyman-at-least-one``: as ``neyman``, but at least 1. ``proportional``: in proportion to the stratum's
+            size, but at least 1. Default: ``neyman-random`` if draws are systematic or with replacement. Otherwise:
+            ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh = "participants"``.
     """
 
     needs_replies = "forms groups of clients from their gradients"
