@@ -208,7 +208,7 @@ def _ranking(verdicts: Verdicts) -> list[str]:
         return []
     lines, picture = [_best(verdicts, measure) for measure in BUDGETS], list[str]()
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
-        lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {_rank_rule(ranking)}.")
+        lines.append(f"The ranking uses one data set and only {ranking.blocks} seeds, so {_rank_rule(ranking)}.")
         picture = [f"![Average rank of each method over the seeds](board-{verdicts.column.label}.svg)", ""]
     return [*_bullets(lines), "", *picture]
 
