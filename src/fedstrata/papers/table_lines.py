@@ -67,7 +67,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
         lines += ["", *markdown([["setting", "also compared", "difference"], *more])]
     for what, places in (("number", outside), (f"difference from `{table.baseline}`", margins)):
         if places:
-            text = f"In these rows, our 95 % prediction interval for one more run does not contain the paper's {what}"
+            text = f"In these rows, the paper's {what} is outside our 95 % prediction interval for one more seed"
             listed = (f"{', '.join(methods)} (`{column}`)" for column, methods in places.items())
             lines += ["", f"{text}: {'; '.join(listed)}."]
     lines += _taken_over([result for result in cells.values() if "source" in result])
@@ -151,8 +151,8 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
         line += (
             f" We repeated {len(repeated)} of these runs with the current version, for the first {rounds} rounds. "
-            f"The accuracies changed by at most {points} points. The table leaves out runs whose accuracies changed by "
-            "more than one point."
+            f"The accuracies changed by at most {points} points. The table leaves out runs with a change of more than "
+            "one point."
         )
     return ["", line]
 

@@ -179,7 +179,7 @@ def test_the_page_says_what_the_results_show(protocol, out):
         "- `fedau` is more accurate than FedAvg (paired t-test, Holm, 5 %).",
         "- `fedper` is less accurate than FedAvg (paired t-test, Holm, 5 %).",
         "- None of the 1 other methods that finished all seeds differs significantly from FedAvg.",
-        "- The ranking uses only 5 seeds of one data set, so two methods differ significantly only if",
+        "- The ranking uses one data set and only 5 seeds, so two methods differ significantly only if",
         "- With no more bytes than FedAvg, `fedau` has the best validation accuracy. With new seeds and the same",
         "All verdicts in this column are provisional, because 1 method has not finished all seeds.",
         "| fedtan | dirichlet-label | needs BatchNorm |",

@@ -537,8 +537,8 @@ class Communication(Setting):
 
     Args:
         up: Codec (compression scheme) for the updates that clients send.
-        down: Codec for the model that clients receive. Each client receives the compressed difference from its current
-            version.
+        down: Codec for the model that clients receive. Each client receives only the compressed difference between its
+            model and the new model.
     """
 
     up: AnyCodec = Uncompressed()

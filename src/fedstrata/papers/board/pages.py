@@ -134,8 +134,8 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     first = next(iter(ranking.ranks))
     p = "" if ranking.p is None else f" Friedman's test gives p = {ranking.p:.2g}."
     sentences = (
-        f"The picture ranks the {len(ranking.ranks)} methods that have all seeds in each of {len(complete)} columns, "
-        f"by their mean accuracy.{p}",
+        f"The picture ranks, by mean accuracy, the {len(ranking.ranks)} methods that have all seeds in each of "
+        f"{len(complete)} columns.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
         f"With {len(complete)} columns, {_rank_rule(ranking)}.",
         "All columns use the same data set, so the ranking may differ for other data.",
@@ -208,7 +208,7 @@ def _ranking(verdicts: Verdicts) -> list[str]:
         return []
     lines, picture = [_best(verdicts, measure) for measure in BUDGETS], list[str]()
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
-        lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {_rank_rule(ranking)}.")
+        lines.append(f"The ranking uses one data set and only {ranking.blocks} seeds, so {_rank_rule(ranking)}.")
         picture = [f"![Average rank of each method over the seeds](board-{verdicts.column.label}.svg)", ""]
     return [*_bullets(lines), "", *picture]
 
