@@ -94,7 +94,7 @@ class ClientDP(Setting):
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
         colluding: Number of clients that may reveal their noise to the server while ε still holds. With 0, ε does not
-            limit what other clients learn, because each client knows its own noise.
+            limit what a client learns about others, because a client can subtract its own noise from the sum.
     """
 
     clip: PositiveFloat
