@@ -128,10 +128,10 @@ class Privacy(Setting):
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
             down.
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
-        message_range: Maximum absolute value of prototypes (ReBaFL) and of changes of control variates (SCAFFOLD) in a
-            secure sum.
+        message_range: Maximum absolute value of a prototype's elements (ReBaFL) or of a control variate's change
+            (SCAFFOLD) in a secure sum.
         largest: Maximum number of samples of a client in secure sums. Clients with more samples do not reply. Default:
-            the largest client's number of samples. Required if sites use their own data.
+            the maximum over all clients. Required if sites use their own data.
         parties: Minimum number of clients in a secure sum.
     """
 
