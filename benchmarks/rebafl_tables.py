@@ -525,12 +525,9 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     ]
     lines += ["", *without_holders(found["fashion20"])] if "fashion20" in found else []
     lines += ["", "## Which classes are confused", ""]
-    lines += ["Accuracies compare only the two logits of a pair of classes. *Together* is the mean over pairs of"]
-    lines += ["classes at one client, and *apart* is the mean over all other pairs. The last column is the share of"]
-    lines += ["errors in other pairs.", ""]
     lines += [
         "These accuracies are for pairs of classes, and compare only the logits of the two classes. *Together* is the",
-        "mean over pairs of which some client has both classes, and *apart* is the mean over all other pairs. The last",
+        "mean over pairs that occur together at a client, and *apart* is the mean over all other pairs. The last",
         "column is the percentage of errors that confuse the two classes of a pair in *apart*.",
         "",
         "| table | method | seed | together | apart | errors between classes apart |",

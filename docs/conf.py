@@ -229,7 +229,7 @@ def write_copies(app: Sphinx) -> None:
     for source, page in PAGES.items():
         text = linked((ROOT / source).read_text(encoding="utf-8"), (ROOT / source).parent)
         if not text.startswith("# "):
-            text = f"# {TITLES.get(Path(source).stem, Path(source).stem)}\n\nThe file `{source}`.\n\n{text}"
+            text = f"# {TITLES.get(Path(source).stem, Path(source).stem)}\n\nSource: `{source}`.\n\n{text}"
         write(Path(app.srcdir) / page, text)
 
 

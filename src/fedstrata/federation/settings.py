@@ -93,8 +93,8 @@ class ClientDP(Setting):
             without privacy amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal their noise to the server while ε still holds. With 0, ε does not
-            limit what other clients learn, because each client knows its own noise.
+        colluding: Number of clients that ε assumes to reveal their noise to the server. With 0, ε does not limit what
+            a client learns about others, because a client can subtract its own noise from the sum.
     """
 
     clip: PositiveFloat
@@ -114,7 +114,7 @@ class Privacy(Setting):
     spec does.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes each sent value, such as an update or a
+        min_samples: Minimum number of samples used for each value that a client sends, such as an update or a
             column's mean.
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
             client adds these samples to a neighbouring batch. ``refuse``: the client does not reply until the epoch
@@ -128,10 +128,10 @@ class Privacy(Setting):
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
             down.
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
-        message_range: Maximum absolute value of prototypes (ReBaFL) and of changes of control variates (SCAFFOLD) in a
-            secure sum.
+        message_range: Maximum absolute value of a prototype's elements (ReBaFL) or of a control variate's change
+            (SCAFFOLD) in a secure sum.
         largest: Maximum number of samples of a client in secure sums. Clients with more samples do not reply. Default:
-            the largest client's number of samples. Required if sites use their own data.
+            the maximum over all clients. Required if sites use their own data.
         parties: Minimum number of clients in a secure sum.
     """
 

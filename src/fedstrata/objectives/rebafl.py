@@ -57,7 +57,7 @@ class Rebalanced(CountsIdle):
     the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the class prior, from the client's class fractions (0) to a uniform prior (1).
+        epsilon: Smoothing ε of the class prior: 0 for the client's class fractions, and 1 for a uniform prior.
         mu: Weight μ of the loss on augmented features. The published code uses 0.5, with ``training.momentum = 0.5``.
         transfer: Factor λ. An augmented feature is another class's prototype plus λ times a sample's deviation from its
             own class's prototype.

@@ -47,7 +47,7 @@ DOWNLOADS = (
     f"Download [all claims]({CLAIMS_CSV}) and [all tables]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
-The tables show 95 % intervals over seeds, and differences between runs with the same seed. The intervals are not
+The tables show 95 % intervals over seeds. Differences are between runs with the same seed. The intervals are not
 corrected for multiple comparisons, and [verdicts]({CLAIMS}#how-we-judge) do not depend on them.
 """
 

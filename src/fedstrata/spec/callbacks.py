@@ -120,7 +120,7 @@ class EarlyStopping(_Best):
 
     Args:
         patience: Number of consecutive evaluations without an improvement before the run stops.
-        min_delta: Threshold: the callback ignores improvements of the metric up to this value.
+        min_delta: Threshold: an improvement must be larger than this value.
     """
 
     patience: PositiveInt = 5
