@@ -109,8 +109,8 @@ def _uses() -> Made:
 
 @_reading(
     "stratify-variance",
-    "We assume ten equally frequent labels with orthogonal gradients. In the mean gradient of 64 samples, the variance "
-    "that is due to labels is",
+    "We assume ten equally frequent labels with orthogonal gradients. The labels cause this variance of the mean "
+    "gradient of 64 samples:",
 )
 def _label_variance() -> Made:
     batch, classes, samples = 64, 10, 6000
@@ -149,8 +149,8 @@ def _importance() -> Made:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
     text = (
-        f"the average length of a drawn update is {drawn:.1f}. The mean update has the length {mean:.1f}, so drawn "
-        f"updates are {100 * (drawn / mean - 1):.0f} % too long on average"
+        f"the average length of a drawn update is {drawn:.1f}. The mean update has the length {mean:.1f}, so a drawn "
+        f"update is {100 * (drawn / mean - 1):.0f} % longer on average"
     )
     return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
@@ -227,7 +227,7 @@ def _limit() -> Made:
 
 @_reading(
     "fedssar-bias",
-    "We assume ten draws and orthogonal updates. As a fraction of the correct length, the bias of the mean update is",
+    "We assume ten draws and orthogonal updates. The bias of the mean update, divided by the correct length, is",
 )
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
