@@ -118,8 +118,8 @@ for a test that passed:
 | R | Ray and the local engine give byte-identical results |
 | N | processes of NVFlare and the local engine give byte-identical results |
 
-If a letter is in brackets, the method refuses the model before the first round. The tests R and N use only some
-methods. The tests F and A exclude models that draw random numbers or have buffers.
+If a letter is in brackets, the method refuses the model before the first round. The tests R and N cover only
+some methods. The tests F and A exclude models that draw random numbers or have buffers.
 
 :::{dropdown} All models and methods
 """

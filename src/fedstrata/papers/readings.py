@@ -163,11 +163,11 @@ def _importance() -> Made:
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}
     simulated = {name: sampled_variance(*case) for name, case in cases.items()}
-    parts = [f"{100 * each['ratio']:.0f} % ({name}ly separated groups)" for name, each in simulated.items()]
-    biases = [f"{100 * each['bias']:.0f} % ({name}ly separated)" for name, each in simulated.items()]
+    ratios, biases = ([f"{100 * each[key]:.0f} %" for each in simulated.values()] for key in ("ratio", "bias"))
     text = (
-        f"{' and '.join(parts)} of the variance with uniform sampling. However, the bias of the mean update is "
-        f"{' and '.join(biases)} of its length. The page [Samplers](samplers.md) shows results for MNIST"
+        f"{ratios[0]} of the variance with uniform sampling if the groups are clearly separated, and {ratios[1]} if "
+        f"they are weakly separated. However, the bias in these two cases is {' and '.join(biases)} of the mean "
+        "update's length. The page [Samplers](samplers.md) shows results for MNIST"
     )
     values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
     return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
