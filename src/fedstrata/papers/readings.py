@@ -135,8 +135,8 @@ def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
-        f"no client is drawn from {allocation.count(0)} strata, and the error of the mean update is {100 * bias:.0f} % "
-        "of the correct update's length"
+        f"no client is drawn from {allocation.count(0)} of these strata, and the error of the mean update is "
+        f"{100 * bias:.0f} % of the correct update's length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
@@ -252,7 +252,7 @@ def _weight_variance() -> Made:
     small, large = float(unequal[:5].mean()), float(unequal[5:].mean())
     text = (
         f"{formula:.2e} according to the paper's Eq. 11. In simulations, the variance is {equal:.2e} if each cluster "
-        f"has 10 clients. If five clusters have 5 clients each and five clusters have 15, the variance is {small:.2e} "
+        f"has 10 clients. With five clusters of 5 clients and five clusters of 15 clients, the variance is {small:.2e} "
         f"in a small cluster and {large:.2e} in a large cluster"
     )
     values = {"drawn": equal, "small": small, "large": large, "formula": formula}
