@@ -101,7 +101,7 @@ def _uses() -> Made:
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
         f"{uses[0]:.2f} times per epoch at a client with 900 samples of the label, and {uses[1]:.2f} times at a client "
-        f"with 100 samples. At two clients with 500 samples each, a sample is used {even[0]:.2f} or {even[1]:.2f} times"
+        f"with 100 samples. If both clients have 500 samples, a sample is used {even[0]:.2f} or {even[1]:.2f} times"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
@@ -272,7 +272,7 @@ def _less_variance() -> Made:
 
 @_reading(
     "fedssar-condition",
-    "The theorems require ρ > 0. Even without noise and with L̄ = 0, ρ > 0 requires a smoothness constant L of the loss",
+    "The theorems require ρ > 0. Even without noise and with L̄ = 0, the smoothness constant L of the loss must be",
 )
 def _condition() -> Made:
     alphas, places = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005, 0.001), 10
