@@ -228,7 +228,7 @@ class _Case:
         judgement, other = judge(metric), judge(other_metric)
         if other.verdict in (judgement.verdict, "not tested"):
             return judgement
-        more = f"This verdict compares the {METRICS[metric]}. For the {METRICS[other_metric]}, the verdict would be "
+        more = f"This verdict compares the {METRICS[metric]}. With the {METRICS[other_metric]}, the verdict would be "
         return replace(judgement, evidence=f"{judgement.evidence}. {more}*{other.verdict}*: {other.evidence}")
 
 
