@@ -334,7 +334,7 @@ def write_command_line(app: Sphinx) -> None:
         "",
         "For every command, `--help` prints the arguments and examples. `--json` prints the result for programs,",
         "and `--quiet` hides the progress. The exit code is 0 for success, 1 for a failure, and 2 for invalid input.",
-        "The exit code is 3 if a run broke down: from some round until the end, the server could not use any reply.",
+        "The exit code is 3 if a run broke down: from some round on, the server could not use any reply.",
         "The exit code is 130 if the command was interrupted, and 143 if the command was terminated.",
         "",
         "`fedstrata completion --help` shows how to complete commands with the Tab key in bash, zsh and fish.",

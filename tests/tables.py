@@ -96,7 +96,7 @@ An *engine* decides where clients run. All engines handle the same requests in t
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | sites of NVFlare, which send messages to each other only through the server |
 
-If a row does not name an engine, the case cannot happen on this engine. Words in brackets name the fault, or
+A case cannot happen on the engines that its row does not name. Words in brackets name the fault, or
 give the number of values in the reply.
 
 :::{dropdown} All cases
@@ -118,8 +118,8 @@ for a test that passed:
 | R | Ray and the local engine give byte-identical results |
 | N | processes of NVFlare and the local engine give byte-identical results |
 
-If a letter is in brackets, the method refuses the model before the first round. The tests R and N use only some
-methods. The tests F and A exclude models that draw random numbers or have buffers.
+If a letter is in brackets, the method refuses the model before the first round. The tests R and N cover only
+some methods. The tests F and A exclude models that draw random numbers or have buffers.
 
 :::{dropdown} All models and methods
 """

@@ -267,7 +267,7 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
 
 
 BROKE_DOWN = 3
-"""The exit code for a run that broke down: from some round until the end, the server could not use any client's
+"""The exit code for a run that broke down: from some round on, the server could not use any client's
 reply."""
 
 

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     The exit code is 0 for success, 1 for an expected failure, and 2 for invalid input. The exit code is 3 if a run
-    broke down: from some round until the end, the server could not use any client's reply. If the command was
+    broke down: from some round on, the server could not use any client's reply. If the command was
     interrupted, the exit code is 128 plus the number of the signal (130 for Ctrl-C).
     """
     for name in ("stdin", "stdout", "stderr"):

@@ -27,7 +27,7 @@ def add_run(commands: Commands) -> None:
     """
     more = (
         "The exit code is 0 for success, 1 for a failure, and 2 for invalid input. The exit code is 3 if the run broke "
-        "down: from some round until the end, the server could not use any client's reply."
+        "down: from some round on, the server could not use any client's reply."
     )
     defaults = {
         "work": _run,

@@ -308,8 +308,8 @@ def refuse_random(config: FederationConfig) -> None:
     """
     if config.random:
         problem = "the model draws random numbers, so results are not reproducible when clients train in parallel. Use "
-        problem += "a model without random numbers (for example, nn.Dropout with p = 0). With Stratify, alternatively "
-        problem += "set training.execution = 'fused'."
+        problem += "a model without random numbers (for example, nn.Dropout with p = 0). For Stratify, "
+        problem += "training.execution = 'fused' also works."
         raise SpecError("model", problem)
 
 

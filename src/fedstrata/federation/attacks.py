@@ -28,8 +28,8 @@ class Attack(Setting):
     """Base class of attacks. An ``Attack`` determines which clients attack.
 
     Args:
-        share: Fraction of clients that attack. The experiment's seed determines the attackers of all rounds. Default:
-            0.2.
+        share: Fraction of clients that attack. The attackers depend on the experiment's seed, not on the round.
+            Default: 0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 

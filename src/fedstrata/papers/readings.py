@@ -101,7 +101,7 @@ def _uses() -> Made:
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
         f"{uses[0]:.2f} times per epoch at a client with 900 samples of the label, and {uses[1]:.2f} times at a client "
-        f"with 100 samples. At two clients with 500 samples each, a sample is used {even[0]:.2f} or {even[1]:.2f} times"
+        f"with 100 samples. If both clients have 500 samples, a sample is used {even[0]:.2f} or {even[1]:.2f} times"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
@@ -109,8 +109,8 @@ def _uses() -> Made:
 
 @_reading(
     "stratify-variance",
-    "We assume ten equally frequent labels with orthogonal gradients. In the mean gradient of 64 samples, the variance "
-    "that is due to labels is",
+    "We assume ten equally frequent labels with orthogonal gradients. The labels cause this variance of the mean "
+    "gradient of 64 samples:",
 )
 def _label_variance() -> Made:
     batch, classes, samples = 64, 10, 6000
@@ -135,8 +135,8 @@ def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
-        f"no client is drawn from {allocation.count(0)} strata, and the error of the mean update is {100 * bias:.0f} % "
-        "of the correct update's length"
+        f"no client is drawn from {allocation.count(0)} of these strata, and the error of the mean update is "
+        f"{100 * bias:.0f} % of the correct update's length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
@@ -149,8 +149,8 @@ def _importance() -> Made:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
     text = (
-        f"the average length of a drawn update is {drawn:.1f}. The mean update has the length {mean:.1f}, so drawn "
-        f"updates are {100 * (drawn / mean - 1):.0f} % too long on average"
+        f"the average length of a drawn update is {drawn:.1f}. The mean update has the length {mean:.1f}, so a drawn "
+        f"update is {100 * (drawn / mean - 1):.0f} % longer on average"
     )
     return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
@@ -163,11 +163,11 @@ def _importance() -> Made:
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}
     simulated = {name: sampled_variance(*case) for name, case in cases.items()}
-    parts = [f"{100 * each['ratio']:.0f} % ({name}ly separated groups)" for name, each in simulated.items()]
-    biases = [f"{100 * each['bias']:.0f} % ({name}ly separated)" for name, each in simulated.items()]
+    ratios, biases = ([f"{100 * each[key]:.0f} %" for each in simulated.values()] for key in ("ratio", "bias"))
     text = (
-        f"{' and '.join(parts)} of the variance with uniform sampling. However, the bias of the mean update is "
-        f"{' and '.join(biases)} of its length. The page [Samplers](samplers.md) shows results for MNIST"
+        f"{ratios[0]} of the variance with uniform sampling if the groups are clearly separated, and {ratios[1]} if "
+        f"they are weakly separated. However, the bias in these two cases is {' and '.join(biases)} of the mean "
+        "update's length. The page [Samplers](samplers.md) shows results for MNIST"
     )
     values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
     return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
@@ -227,7 +227,7 @@ def _limit() -> Made:
 
 @_reading(
     "fedssar-bias",
-    "We assume ten draws and orthogonal updates. As a fraction of the correct length, the bias of the mean update is",
+    "We assume ten draws and orthogonal updates. The bias of the mean update, divided by the correct length, is",
 )
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
@@ -252,7 +252,7 @@ def _weight_variance() -> Made:
     small, large = float(unequal[:5].mean()), float(unequal[5:].mean())
     text = (
         f"{formula:.2e} according to the paper's Eq. 11. In simulations, the variance is {equal:.2e} if each cluster "
-        f"has 10 clients. If five clusters have 5 clients each and five clusters have 15, the variance is {small:.2e} "
+        f"has 10 clients. With five clusters of 5 clients and five clusters of 15 clients, the variance is {small:.2e} "
         f"in a small cluster and {large:.2e} in a large cluster"
     )
     values = {"drawn": equal, "small": small, "large": large, "formula": formula}
@@ -272,7 +272,7 @@ def _less_variance() -> Made:
 
 @_reading(
     "fedssar-condition",
-    "The theorems require ρ > 0. Even without noise and with L̄ = 0, ρ > 0 requires a smoothness constant L of the loss",
+    "The theorems require ρ > 0. Even without noise and with L̄ = 0, the smoothness constant L of the loss must be",
 )
 def _condition() -> Made:
     alphas, places = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005, 0.001), 10
