@@ -20,7 +20,7 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 
     Args:
         before: The tensors of the global model that clients train.
-        models: The clients' models, which may contain further tensors.
+        models: The clients' models, which may contain tensors that are not in ``before``.
         clip: The maximum L2 norm C of an update.
 
     Returns:

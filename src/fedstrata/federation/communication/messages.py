@@ -41,7 +41,7 @@ class EncodedReply(Reply):
     """A reply with an encoded model update.
 
     Args:
-        reply: The reply without its update; None if the payload is the client's term of PowerSGD's first sum.
+        reply: The inner reply, with its update removed; None if ``payload`` is a term of PowerSGD's first sum.
         payload: The encoded update, or the client's term of PowerSGD's first or second sum, packed into bytes.
     """
 

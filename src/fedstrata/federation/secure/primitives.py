@@ -36,7 +36,7 @@ def statement(use: str, *parts: Part) -> bytes:
     """Encode a purpose and several values unambiguously as bytes, for signatures, hashes and derived keys.
 
     Args:
-        use: What the bytes are used for. Statements with different purposes are different.
+        use: What the bytes are used for. Statements for different purposes never have the same bytes.
         parts: Strings, bytes, integers, and sequences of strings, bytes and integers.
 
     >>> statement("vote", "a", "bc") != statement("vote", "ab", "c")

@@ -1,6 +1,6 @@
 """The messages of secure sums, and the statements that sites sign.
 
-The protocol is by Bonawitz et al. (2017), in the variant against an active server, with masks for all pairs of sites.
+The protocol is by Bonawitz et al. (2017): the variant that resists an active server, with masks for all pairs of sites.
 Sites create keys and shares for several exchanges in advance. ``Site`` and ``Server`` are the two state machines.
 
 A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. The *self seed* gives a mask
@@ -381,7 +381,7 @@ def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, qu
     Args:
         job: The job's hash.
         roster: The roster's hash.
-        members: The members R' of the roster's sums.
+        members: The sites of the roster that take part in its sums (R').
         exchange: The index of the exchange.
         question: The hash of the request, including the model as the site decoded it.
     """
