@@ -42,7 +42,7 @@ class Distributions:
     form the first distribution, the next masses form the second distribution, and so on.
 
     Args:
-        places: The client to which each of s masses belongs, as an index into the array of clients, shape (s,).
+        places: For each of the s masses, the index of its client in the array of clients, shape (s,).
         masses: The masses, shape (s,). The masses add up to ``draws`` · ``each``.
         draws: The number m of distributions.
         each: The total mass of each distribution: the number of samples of all clients.
@@ -106,7 +106,7 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
+        """Return the request for the clients' numbers of samples. The sampler sends it once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:

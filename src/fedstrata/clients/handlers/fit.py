@@ -1,4 +1,4 @@
-"""Answer requests for local training, which most methods use."""
+"""Answer the requests for local training that most methods send."""
 
 from __future__ import annotations
 

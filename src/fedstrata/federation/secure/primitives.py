@@ -75,7 +75,7 @@ def derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
 
 
 def public_key(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
-    """Return the public key of a private key, as 32 bytes."""
+    """Return the public key that belongs to a private key, as 32 bytes."""
     return key.public_key().public_bytes_raw()
 
 
