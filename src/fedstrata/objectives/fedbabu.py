@@ -11,7 +11,7 @@ from fedstrata.objectives.base import CrossEntropy
 class BodyOnly(CrossEntropy):
     """Cross-entropy. Clients train only the body (the layers before the head). The head keeps its initial values.
 
-    Clients also send the unchanged head, and its bytes count as communication.
+    Clients also send the unchanged head, whose bytes are included in the reported communication.
     """
 
     single_samples = True

@@ -1,6 +1,6 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
-A round makes m draws, each from a separate distribution over the clients. The size n_k of client k is its number of
+Each round has m draws, each from a separate distribution over the clients. The size n_k of client k is its number of
 samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
 the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
 aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions with clients in

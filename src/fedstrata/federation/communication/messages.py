@@ -64,7 +64,7 @@ class Sums(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Store the id of the exchange, and whether a request for a second sum may follow."""
+        """Store the id of the exchange, and whether its second sum may be requested next."""
         if isinstance(request, Encoded):
             self._last, self._pending = request.exchange, request.exchange if len(request.basis) else 0
         else:

@@ -242,7 +242,7 @@ class Deal(Message):
 
 @record("secure/Delivery")
 class Delivery(Message):
-    """The members of a roster's sums, and the boxes (encrypted shares) that the other members sent to one site.
+    """The sites that take part in a roster's sums, and the boxes (encrypted shares) that they sent to one site.
 
     Args:
         members: The sites that have sent shares (R'), in ascending order.
