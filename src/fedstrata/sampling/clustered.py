@@ -39,7 +39,7 @@ class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
     A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses, up to the sum ``each``,
-    form the first distribution, the next masses form the second distribution, and so on.
+    form the first distribution. The next masses form the second distribution, and so on.
 
     Args:
         places: For each of the s masses, the index of its client in the array of clients, shape (s,).
@@ -150,7 +150,7 @@ class Clustered(ClientSampler):
 
 
 def by_size(sizes: Ints, m: int) -> Distributions:
-    """Build m distributions of clients of similar size (Algorithm 1).
+    """Build m distributions, each over clients of similar size (Algorithm 1).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is the number of samples of
     all clients. The distributions are filled one after another with the clients' masses, in descending order of client

@@ -150,7 +150,7 @@ class Task(Setting):
         return False
 
     def fitted(self, known: Statistics) -> Task:
-        """Return a copy of the task with settings, such as the mean, computed from the training targets.
+        """Return a copy of the task whose settings, such as the mean, are computed from the training targets.
 
         Args:
             known: The statistics of the clients' training targets, with one column for each component of a target. The

@@ -117,7 +117,7 @@ class RefusedError(WithheldError):
 
     Args:
         check: The name of the check that failed.
-        problem: The problem, as the end of a sentence.
+        problem: The problem: the text after the colon in the error message.
     """
 
     def __init__(self, check: str, problem: str) -> None:
@@ -234,7 +234,7 @@ class Deal(Message):
     """The message with which a site sends the other sites shares of its seeds.
 
     Args:
-        boxes: For each other site, its encrypted shares of this site's seeds, for all exchanges.
+        boxes: A mapping from each other site to its box: encrypted shares of this site's seeds for all exchanges.
     """
 
     boxes: dict[str, bytes]
