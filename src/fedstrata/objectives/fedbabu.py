@@ -28,7 +28,7 @@ class BodyOnly(CrossEntropy):
 
 
 class HeadOnly(CrossEntropy):
-    """Cross-entropy that trains only the head, to adapt the global model to the client's data."""
+    """Cross-entropy. Clients train only the head, to adapt the global model to their data."""
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True for parameters of the head."""

@@ -54,7 +54,7 @@ sum over all honest sites of R'. R' has at least t members, so at least t − m 
 Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
 and the few sites that vote differently cannot reach the threshold. The server may also send different contexts to
 different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
-revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
+revealed R' therefore needs t − m honest votes in a single context, so the proof above remains valid.
 
 The proof needs a threshold t with 2t > n + m. If a server could choose t close to n / 2, the protocol would not
 tolerate even one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
