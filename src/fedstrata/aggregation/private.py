@@ -20,7 +20,7 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 
     Args:
         before: The tensors of the global model that clients train.
-        models: The clients' models, which may contain further tensors.
+        models: The clients' models, which may contain tensors that are not in ``before``.
         clip: The maximum L2 norm C of an update.
 
     Returns:
@@ -39,7 +39,7 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, cohort: int, normal: Floats) -> Params:
     """Return (sum + deviation · normal) / cohort, with the names, shapes and dtypes of ``before``.
 
-    The divisor must be the expected number of clients, because ε does not protect the actual number of replies.
+    The divisor must be the expected number of clients, because ε does not cover the actual number of replies.
 
     Args:
         total: The sum of the clipped updates, shape (d,).

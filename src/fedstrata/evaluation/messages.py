@@ -69,7 +69,7 @@ class Evaluate(Request):
     confidence_bins: int
 
     def check(self, reply: Evaluated) -> None:
-        """Raise an error if a reply has impossible counts, or a number of bins that was not requested."""
+        """Raise an error if a reply has impossible counts or the wrong number of bins."""
         sums = reply.sums
         require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
         require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")

@@ -11,7 +11,7 @@ from fedstrata.objectives.base import CrossEntropy
 class BodyOnly(CrossEntropy):
     """Cross-entropy. Clients train only the body (the layers before the head). The head keeps its initial values.
 
-    Clients also send the unchanged head, and its bytes count as communication.
+    Clients also send the unchanged head, whose bytes are included in the reported communication.
     """
 
     single_samples = True
@@ -28,7 +28,7 @@ class BodyOnly(CrossEntropy):
 
 
 class HeadOnly(CrossEntropy):
-    """Cross-entropy that trains only the head, to adapt the global model to the client's data."""
+    """Cross-entropy. Clients train only the head, to adapt the global model to their data."""
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True for parameters of the head."""

@@ -31,7 +31,7 @@ class Ending:
     Args:
         table: The table, with the best method first.
         sentences: The result in sentences.
-        seeds: The seeds to use when the comparison is repeated; empty if more seeds are not needed.
+        seeds: The seeds with which to repeat the comparison; empty if no more seeds are needed.
     """
 
     table: ScreenTable

@@ -1,6 +1,6 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
-A round makes m draws, each from a separate distribution over the clients. The size n_k of client k is its number of
+Each round has m draws, each from a separate distribution over the clients. The size n_k of client k is its number of
 samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
 the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
 aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions with clients in
@@ -39,10 +39,10 @@ class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
     A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses, up to the sum ``each``,
-    form the first distribution, the next masses form the second distribution, and so on.
+    form the first distribution. The next masses form the second distribution, and so on.
 
     Args:
-        places: The client to which each of s masses belongs, as an index into the array of clients, shape (s,).
+        places: For each of the s masses, the index of its client in the array of clients, shape (s,).
         masses: The masses, shape (s,). The masses add up to ``draws`` · ``each``.
         draws: The number m of distributions.
         each: The total mass of each distribution: the number of samples of all clients.
@@ -106,7 +106,7 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
+        """Return the request for the clients' numbers of samples. The sampler sends it once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -150,7 +150,7 @@ class Clustered(ClientSampler):
 
 
 def by_size(sizes: Ints, m: int) -> Distributions:
-    """Build m distributions of clients of similar size (Algorithm 1).
+    """Build m distributions, each over clients of similar size (Algorithm 1).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is the number of samples of
     all clients. The distributions are filled one after another with the clients' masses, in descending order of client

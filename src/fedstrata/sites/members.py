@@ -90,7 +90,7 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
     Args:
         kit: The server's folder.
         names: The sites that may connect.
-        others: Other sites of the federation, which are not on the list. ``revoke(…, undo=True)`` may add them later.
+        others: The sites of the federation that are not on the list. ``revoke(…, undo=True)`` may add them later.
     """
     sites = set(names)
     write_json(kit / MEMBERS, {"sites": sorted(sites), "federation": sorted(sites.union(others))})

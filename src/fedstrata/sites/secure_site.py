@@ -1,4 +1,4 @@
-"""Take part in secure sums as a site, which has a certificate, a list of answered requests, and a ledger."""
+"""Take part in secure sums as a site with a certificate, a list of answered requests and a ledger."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Answered:
 
     Args:
         path: The file.
-        most: The maximum number of requests that the site answers; None for any number.
+        most: The maximum number of requests that the site answers; None if there is no limit.
     """
 
     def __init__(self, path: Path, most: int | None = None) -> None:

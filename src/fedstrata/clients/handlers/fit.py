@@ -1,4 +1,4 @@
-"""Answer requests for local training, which most methods use."""
+"""Answer the requests for local training that most methods send."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
-    """Return the model of a request, but with the layers and BatchNorm statistics that stay at the client."""
+    """Return the request's model, in which the client's own layers and BatchNorm statistics are inserted."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)

@@ -23,7 +23,7 @@ _THRESHOLD = torch.ops.aten.threshold_backward.default
 
 @dataclass(frozen=True)
 class ManualSGD:
-    """A chain of linear layers with ReLU between the layers, as a function of the parameters.
+    """A chain of linear layers with ReLU between the layers, whose parameters are passed to each call.
 
     Args:
         names: The names of each layer's weight and bias. If a layer does not have a bias, the bias's name is empty.

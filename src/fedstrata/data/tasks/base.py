@@ -150,7 +150,7 @@ class Task(Setting):
         return False
 
     def fitted(self, known: Statistics) -> Task:
-        """Return a copy of the task with settings, such as the mean, computed from the training targets.
+        """Return a copy of the task whose settings, such as the mean, are computed from the training targets.
 
         Args:
             known: The statistics of the clients' training targets, with one column for each component of a target. The
@@ -185,7 +185,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata, if the task has no strata."""
+    """Return the error about a setting that needs strata, for a task without strata."""
     problem = f"needs classes, but the task {task.name!r} has no classes. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 

@@ -41,7 +41,7 @@ class EncodedReply(Reply):
     """A reply with an encoded model update.
 
     Args:
-        reply: The reply without its update; None if the payload is the client's term of PowerSGD's first sum.
+        reply: The inner reply, with its update removed; None if ``payload`` is a term of PowerSGD's first sum.
         payload: The encoded update, or the client's term of PowerSGD's first or second sum, packed into bytes.
     """
 
@@ -64,7 +64,7 @@ class Sums(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Store the id of the exchange, and whether a request for a second sum may follow."""
+        """Store the id of the exchange, and whether its second sum may be requested next."""
         if isinstance(request, Encoded):
             self._last, self._pending = request.exchange, request.exchange if len(request.basis) else 0
         else:

@@ -36,7 +36,7 @@ def statement(use: str, *parts: Part) -> bytes:
     """Encode a purpose and several values unambiguously as bytes, for signatures, hashes and derived keys.
 
     Args:
-        use: What the bytes are used for. Statements with different purposes are different.
+        use: What the bytes are used for. Statements for different purposes never have the same bytes.
         parts: Strings, bytes, integers, and sequences of strings, bytes and integers.
 
     >>> statement("vote", "a", "bc") != statement("vote", "ab", "c")
@@ -75,7 +75,7 @@ def derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
 
 
 def public_key(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
-    """Return the public key of a private key, as 32 bytes."""
+    """Return the public key that belongs to a private key, as 32 bytes."""
     return key.public_key().public_bytes_raw()
 
 

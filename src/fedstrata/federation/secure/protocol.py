@@ -1,6 +1,6 @@
 """The messages of secure sums, and the statements that sites sign.
 
-The protocol is by Bonawitz et al. (2017), in the variant against an active server, with masks for all pairs of sites.
+The protocol is by Bonawitz et al. (2017): the variant that resists an active server, with masks for all pairs of sites.
 Sites create keys and shares for several exchanges in advance. ``Site`` and ``Server`` are the two state machines.
 
 A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. The *self seed* gives a mask
@@ -54,7 +54,7 @@ sum over all honest sites of R'. R' has at least t members, so at least t − m 
 Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
 and the few sites that vote differently cannot reach the threshold. The server may also send different contexts to
 different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
-revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
+revealed R' therefore needs t − m honest votes in a single context, so the proof above remains valid.
 
 The proof needs a threshold t with 2t > n + m. If a server could choose t close to n / 2, the protocol would not
 tolerate even one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
@@ -117,7 +117,7 @@ class RefusedError(WithheldError):
 
     Args:
         check: The name of the check that failed.
-        problem: The problem, as the end of a sentence.
+        problem: The problem: the text after the colon in the error message.
     """
 
     def __init__(self, check: str, problem: str) -> None:
@@ -234,7 +234,7 @@ class Deal(Message):
     """The message with which a site sends the other sites shares of its seeds.
 
     Args:
-        boxes: For each other site, its encrypted shares of this site's seeds, for all exchanges.
+        boxes: A mapping from each other site to its box: encrypted shares of this site's seeds for all exchanges.
     """
 
     boxes: dict[str, bytes]
@@ -242,7 +242,7 @@ class Deal(Message):
 
 @record("secure/Delivery")
 class Delivery(Message):
-    """The members of a roster's sums, and the boxes (encrypted shares) that the other members sent to one site.
+    """The sites that take part in a roster's sums, and the boxes (encrypted shares) that they sent to one site.
 
     Args:
         members: The sites that have sent shares (R'), in ascending order.
@@ -381,7 +381,7 @@ def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, qu
     Args:
         job: The job's hash.
         roster: The roster's hash.
-        members: The members R' of the roster's sums.
+        members: The sites of the roster that take part in its sums (R').
         exchange: The index of the exchange.
         question: The hash of the request, including the model as the site decoded it.
     """
