@@ -92,7 +92,7 @@ class Allowed:
             rounds. Default: every round.
         limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
-        inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
+        inside: If this request is an envelope around another request: the ``Allowed`` entry of the other request.
         single: Whether the replies contain no updates, so that the server may read individual replies even with secure
             sums.
 

@@ -374,7 +374,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Return the matrices P of the first sum, P = Σ M_k Q, with orthonormalised columns."""
+        """Orthonormalise the columns of each matrix P = Σ M_k Q in the first sum, and return the matrices."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
@@ -446,7 +446,7 @@ def with_frame(payload: Payload, frame: Payload) -> Payload:
 
     Args:
         payload: A client's term of PowerSGD's second sum, or the second sum itself.
-        frame: The factors P; empty for other codecs.
+        frame: The factors P; empty if the codec is not PowerSGD.
     """
     return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
 
