@@ -404,7 +404,7 @@ class PowerSGD(WithMemory):
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
-            before: The matrices Q of this exchange. If the second sum of a matrix is zero, its Q does not change.
+            before: The matrices Q of this exchange. Q does not change for a matrix whose second sum is zero.
         """
         basis = {}
         for name, parts in before.items():
@@ -537,8 +537,8 @@ class Communication(Setting):
 
     Args:
         up: Codec (compression scheme) for the updates that clients send.
-        down: Codec for the model that clients receive. Each client receives the compressed difference from its current
-            version.
+        down: Codec for the model that clients receive. Each client receives the compressed difference between its
+            version of the model and the new version.
     """
 
     up: AnyCodec = Uncompressed()
