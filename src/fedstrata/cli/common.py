@@ -190,7 +190,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If the error reports an unknown key, add the sections with this key to its message."""
+    """Return the error. If the error reports an unknown key, also name the sections that have this key."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")

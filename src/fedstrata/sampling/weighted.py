@@ -51,11 +51,11 @@ class Weighted(ClientSampler):
 def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
     """Draw m different clients, each with a probability that is proportional to its size, but at most 1.
 
-    Each client with probability 1 forms its own stratum. All other clients form stratum 0.
+    A client whose probability is 1 forms its own stratum. All other clients form stratum 0.
 
     Args:
         clients: The clients, ascending, shape (N,).
-        sizes: The positive number of samples n_k of each client k, shape (N,).
+        sizes: The number of samples n_k > 0 of each client k, shape (N,).
         m: The number of clients to draw. If there are fewer clients, all clients are drawn.
         generator: The random generator.
     """

@@ -74,7 +74,7 @@ class Reserved:
     Args:
         round: The epoch, counted from 1.
         pools: A mapping from each placeholder (a number that stands for a label) to the samples of the label.
-        batches: The index of the batch for which each sample is reserved, ascending, shape (n,).
+        batches: For each reserved sample, the index of its batch, in ascending order of the indices, shape (n,).
         places: The index of every reserved sample among the client's samples, shape (n,).
     """
 
