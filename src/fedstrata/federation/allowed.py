@@ -93,8 +93,8 @@ class Allowed:
         limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: If this request is an envelope around another request: the ``Allowed`` entry of the other request.
-        single: Whether the replies contain no updates, so that the server may read individual replies even with secure
-            sums.
+        single: Whether the server may read individual replies even with secure sums, because no reply contains an
+            update.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.

@@ -82,8 +82,8 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 def certainties(sizes: Ints, m: int) -> Bools:
     """Return booleans, shape (N,): which clients are certainly drawn if m clients are drawn in proportion to size.
 
-    A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated with the
-    remaining clients and draws until no further client passes.
+    A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated for the
+    remaining clients, with the number of remaining draws as m, until no further client passes.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

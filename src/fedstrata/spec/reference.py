@@ -90,7 +90,7 @@ Row = tuple[str, str, str, str]
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Yield the names that a section accepts, with their classes; ("", class) for a section with only one class.
+    """Yield each name that a section accepts, with its class; ("", class) if the section has only one class.
 
     Raises:
         SpecError: The section does not exist.

@@ -290,8 +290,8 @@ class WithMemory(Codec):
 class TopK(WithMemory):
     """Top-k sparsification with error feedback: only the largest coordinates are sent.
 
-    The largest coordinates are chosen over all tensors together. The server learns which coordinates of a client's
-    change are largest.
+    The largest coordinates are chosen among the coordinates of all tensors. The server learns which coordinates of a
+    client's change are largest.
 
     Args:
         fraction: Fraction of an update's coordinates to send.
@@ -340,7 +340,7 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the matrices that approximate an update.
-        factors: Number format of each low-rank matrix's two factors.
+        factors: Number format of the two factors of each low-rank matrix.
     """
 
     linear = True
