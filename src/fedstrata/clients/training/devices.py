@@ -24,7 +24,7 @@ RESIDENT = 0.25
 
 @dataclass(frozen=True)
 class Placed:
-    """A device, with the model and the data that are stored on it.
+    """A device, and the model and the data of a client that computes on this device.
 
     Args:
         device: The device.

@@ -96,7 +96,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
 
 
 def unpack(packed: Tensor, forms: Forms) -> Payload:
-    """Convert the bytes that ``pack`` returned back to the encoded change (payload).
+    """Restore an encoded change (payload) from the bytes that ``pack`` returned.
 
     Raises:
         ReplyRefusedError: The number of bytes is wrong, or a value is NaN or infinite.
@@ -209,8 +209,8 @@ class QSGD(Codec):
     """Random rounding to ``levels`` steps on each side of 0, with one scale per bucket (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
-    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the rounding error
-    of a coordinate has a variance of at most (M / s)² / 4, and each coordinate takes ⌈log₂(2 s + 1)⌉ bits.
+    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. Let s be ``levels``. Each coordinate takes
+    ⌈log₂(2 s + 1)⌉ bits. The variance of a coordinate's rounding error is at most (M / s)² / 4.
 
     Args:
         levels: Number of quantisation steps on each side of 0.
