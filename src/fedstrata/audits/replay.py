@@ -62,7 +62,7 @@ The arguments are the number of finished steps, the total number of steps, and a
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
-    """Return the last prototypes that each of several clients sent in a run.
+    """Return, for several clients of a run, the prototypes that the client sent last.
 
     Args:
         prepared: The run's experiment.
@@ -70,7 +70,7 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
         clients: The maximum number of clients. The clients are drawn from all clients that sent prototypes since the
             second-to-last checkpoint.
         seed: The seed of the draw.
-        watch: A function that shows progress, and is called before every round.
+        watch: A function that is called before every round, to show progress.
 
     Raises:
         SpecError: The clients of the run do not send or keep prototypes.

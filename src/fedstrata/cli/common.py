@@ -47,7 +47,7 @@ def add_command(
         imports: Whether the command may import Python code that a spec names (from installed packages or from the
             working directory). Commands that only inspect specs or results may import code only with ``--trust``
             (``add_trust``).
-        defaults: Attributes of the parsed options, such as ``work``, the function that runs the command.
+        defaults: Attributes of the parsed options. For example, ``work`` is the function that runs the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     parser = commands.add_parser(
@@ -190,7 +190,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If the error reports an unknown key, add the sections with this key to its message."""
+    """Return the error. If the error reports an unknown key, also name the sections that have this key."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")

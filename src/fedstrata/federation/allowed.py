@@ -85,16 +85,16 @@ class Allowed:
         request: The Python class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to accepted values. Use a ``Bound`` for a field with several
             accepted values. Fields that are not in the mapping may have any value.
-        times: Maximum number of times that a client answers the request. With None, the number is limited only by the
-            request's ``Order`` or by the client's data.
+        times: Maximum number of times that a client answers the request. With None, only the request's ``Order`` or the
+            client's data limit how often a client answers.
         per: Whether ``times`` applies to each phase of a round, or to the whole run.
         rounds: The rounds in which the server may send the request: a range, or a function that returns True for these
             rounds. Default: every round.
         limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
-        inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
-        single: Whether the replies contain no updates, so that the server may read individual replies even with secure
-            sums.
+        inside: If this request is an envelope around another request: the ``Allowed`` entry of the other request.
+        single: Whether the server may read individual replies even with secure sums, because no reply contains an
+            update.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.

@@ -51,11 +51,11 @@ class Weighted(ClientSampler):
 def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
     """Draw m different clients, each with a probability that is proportional to its size, but at most 1.
 
-    Each client with probability 1 forms its own stratum. All other clients form stratum 0.
+    A client whose probability is 1 forms its own stratum. All other clients form stratum 0.
 
     Args:
         clients: The clients, ascending, shape (N,).
-        sizes: The positive number of samples n_k of each client k, shape (N,).
+        sizes: The number of samples n_k > 0 of each client k, shape (N,).
         m: The number of clients to draw. If there are fewer clients, all clients are drawn.
         generator: The random generator.
     """
@@ -82,8 +82,8 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 def certainties(sizes: Ints, m: int) -> Bools:
     """Return booleans, shape (N,): which clients are certainly drawn if m clients are drawn in proportion to size.
 
-    A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated with the
-    remaining clients and draws until no further client passes.
+    A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated for the
+    remaining clients, with the number of remaining draws as m, until no further client passes.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

@@ -61,7 +61,7 @@ class SecureSums:
         work: Work | None,
         continues: bool,
     ) -> SecureSum | None:
-        """Send sites a request, and return only the sum of their replies; None if the sum failed."""
+        """Send a request to sites, and return only the sum of their replies; None if the sum failed."""
         asked = Requests.of(clients, Masked(request))
         reached = federation.exchanges.reach(asked, work)
         least = len(asked) if continues else max(protocol.FEWEST, federation.config.privacy.parties)

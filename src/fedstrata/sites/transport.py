@@ -41,8 +41,8 @@ Call = Callable[[bytes, float], object]
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
     """Begin a call in a daemon thread, and return a future that will contain the reply.
 
-    A call to a dead site lasts for its whole timeout. With an executor instead of a daemon thread, the process could
-    not end before all such calls end.
+    A call to a dead site lasts until its timeout. With an executor instead of a daemon thread, the process could not
+    end before all calls end.
     """
     future = Future[object]()
 

@@ -90,7 +90,7 @@ Row = tuple[str, str, str, str]
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Yield the names that a section accepts, with their classes; ("", class) for a section with only one class.
+    """Yield each name that a section accepts, with its class; ("", class) if the section has only one class.
 
     Raises:
         SpecError: The section does not exist.
@@ -113,7 +113,7 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class that ``common`` does not return, for example rows with other defaults."""
+    """Return the rows of a class that ``common`` does not return, such as keys whose default the class changes."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 

@@ -59,7 +59,7 @@ class Pool:
     Args:
         order: Shuffled indices into the client's samples.
         used: The number of used samples. They are the first entries of ``order``.
-        refills: How often all samples were shuffled and made unused again in this epoch.
+        refills: How often all samples were shuffled and marked as unused again in this epoch.
     """
 
     order: Ints
@@ -74,7 +74,7 @@ class Reserved:
     Args:
         round: The epoch, counted from 1.
         pools: A mapping from each placeholder (a number that stands for a label) to the samples of the label.
-        batches: The index of the batch for which each sample is reserved, ascending, shape (n,).
+        batches: For each reserved sample, the index of its batch, in ascending order of the indices, shape (n,).
         places: The index of every reserved sample among the client's samples, shape (n,).
     """
 
@@ -192,8 +192,8 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
     Args:
         batches: The batch of each new sample, ascending, shape (n,).
-        before: The batch of each sample that was reserved earlier, ascending. Each batch in ``before`` occurs at least
-            ``least`` times.
+        before: The batches of the samples that were reserved earlier, in ascending order. A batch index that occurs in
+            ``before`` occurs there at least ``least`` times.
         least: The minimum number of samples in a part.
 
     Returns:

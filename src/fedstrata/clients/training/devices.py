@@ -24,7 +24,7 @@ RESIDENT = 0.25
 
 @dataclass(frozen=True)
 class Placed:
-    """A device, with the model and the data that are stored on it.
+    """A device, and the model and the data of a client that computes on this device.
 
     Args:
         device: The device.
@@ -60,7 +60,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the device of the setting ``training.device``, with the model and the data that are stored on it.
+    """Return the device that ``training.device`` names, and the model and the data for this device.
 
     Raises:
         SpecError: This machine does not have the device.

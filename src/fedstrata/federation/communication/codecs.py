@@ -96,7 +96,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
 
 
 def unpack(packed: Tensor, forms: Forms) -> Payload:
-    """Convert the bytes that ``pack`` returned back to the encoded change (payload).
+    """Restore an encoded change (payload) from the bytes that ``pack`` returned.
 
     Raises:
         ReplyRefusedError: The number of bytes is wrong, or a value is NaN or infinite.
@@ -209,8 +209,8 @@ class QSGD(Codec):
     """Random rounding to ``levels`` steps on each side of 0, with one scale per bucket (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
-    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the rounding error
-    of a coordinate has a variance of at most (M / s)² / 4, and each coordinate takes ⌈log₂(2 s + 1)⌉ bits.
+    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. Let s be ``levels``. Each coordinate takes
+    ⌈log₂(2 s + 1)⌉ bits. The variance of a coordinate's rounding error is at most (M / s)² / 4.
 
     Args:
         levels: Number of quantisation steps on each side of 0.
@@ -290,8 +290,8 @@ class WithMemory(Codec):
 class TopK(WithMemory):
     """Top-k sparsification with error feedback: only the largest coordinates are sent.
 
-    The largest coordinates are chosen over all tensors together. The server learns which coordinates of a client's
-    change are largest.
+    The largest coordinates are chosen among the coordinates of all tensors. The server learns which coordinates of a
+    client's change are largest.
 
     Args:
         fraction: Fraction of an update's coordinates to send.
@@ -340,7 +340,7 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the matrices that approximate an update.
-        factors: Number format of each low-rank matrix's two factors.
+        factors: Number format of the two factors of each low-rank matrix.
     """
 
     linear = True
@@ -374,7 +374,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Return the matrices P of the first sum, P = Σ M_k Q, with orthonormalised columns."""
+        """Orthonormalise the columns of each matrix P = Σ M_k Q in the first sum, and return the matrices."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
@@ -404,7 +404,7 @@ class PowerSGD(WithMemory):
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
-            before: The matrices Q of this exchange. If the second sum of a matrix is zero, its Q does not change.
+            before: The matrices Q of this exchange. Q does not change for a matrix whose second sum is zero.
         """
         basis = {}
         for name, parts in before.items():
@@ -446,7 +446,7 @@ def with_frame(payload: Payload, frame: Payload) -> Payload:
 
     Args:
         payload: A client's term of PowerSGD's second sum, or the second sum itself.
-        frame: The factors P; empty for other codecs.
+        frame: The factors P; empty if the codec is not PowerSGD.
     """
     return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
 
@@ -537,8 +537,8 @@ class Communication(Setting):
 
     Args:
         up: Codec (compression scheme) for the updates that clients send.
-        down: Codec for the model that clients receive. Each client receives only the compressed difference between its
-            model and the new model.
+        down: Codec for the model that clients receive. Each client receives the compressed difference between its
+            version of the model and the new version.
     """
 
     up: AnyCodec = Uncompressed()

@@ -95,8 +95,8 @@ class _Exchange:
 class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
-    A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
-    Otherwise, a server could repeat a request to all other sites, and subtract two sums to get this site's vector.
+    A site that restarts gets new secrets, and joins the next roster. It only has to keep the hashes in ``answered``:
+    otherwise, a server could repeat a request to all other sites, and subtract two sums to get this site's vector.
 
     Each method checks and answers one message, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
@@ -105,7 +105,7 @@ class Site:
         job: The hash of the job, which includes the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: Minimum number of sites in a sum that have enough samples; at least 3.
+        parties: Minimum number of sites with enough samples in a sum; at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
         confirm: With "always", the site reveals shares only after t sites have signed the set of contributors. With
             "needed", the site does not wait for signatures if all sites have sent their vectors; this is equally safe.
@@ -217,7 +217,7 @@ class Site:
 
         Args:
             begin: The message of the server.
-            question: The hash of the request, including the model as this site decoded it.
+            question: The hash of the request with the model that this site decoded.
             vector: The site's vector, shape (d,).
             enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
             continues: Whether the sum must have the same contributors as the site's previous sum.
