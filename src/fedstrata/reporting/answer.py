@@ -36,7 +36,7 @@ class Answer:
 
 
 def verdict(row: Contrast, direction: int) -> Verdict:
-    """Return the verdict on a method: ahead of the baseline, behind the baseline, or no order shown.
+    """Return the verdict on a method: ahead of the baseline, behind the baseline, or "no order shown".
 
     Args:
         row: The comparison of the method with the baseline.

@@ -231,7 +231,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task for one client of a relay: to train the relay's model, and to pass the model on (a hop).
+    """The task for one hop of a relay: to train the relay's model at one client, and to pass the model on.
 
     Args:
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
@@ -324,7 +324,7 @@ class Refused(Message):
 
     Args:
         reason: The reason for the refusal, in words.
-        for_good: Whether the site refuses everything until this job ends, because of its policy.
+        for_good: Whether the site's policy makes the site refuse everything until this job ends.
     """
 
     reason: str
