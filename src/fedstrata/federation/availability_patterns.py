@@ -87,7 +87,7 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
     """Return, for each client, whether the client's Markov chain (stationary from round 1) is in the online state.
 
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401), or
-    with p / (1 − p) if this is smaller. Mean online periods are therefore not shorter than one round. The function
+    with p / (1 − p) if this is smaller. The mean online period is therefore at least one round long. The function
     stores no state. Each call recomputes the chain from the latest round in which the client's state did not depend on
     its previous state.
 

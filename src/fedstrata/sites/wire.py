@@ -361,8 +361,8 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). The server sends each
-            acknowledgement again until the site has replied to a message that contains it.
+        acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). The server adds an
+            acknowledgement to every message until the site has replied to one of these messages.
         body: The message, such as ``Ask``.
         number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
             number again, it repeats its first reply. The number is 0 for a message that is never repeated.
