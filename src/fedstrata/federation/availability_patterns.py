@@ -121,7 +121,7 @@ def in_cycles(p: Floats, period: int, clients: Clients, round: int, seed: int) -
     """Return, for each client, whether a round is in the online part of the client's period.
 
     Args:
-        p: The fraction of the period in which each client is online, shape (n,).
+        p: Each client's online time per period, as a fraction of the period, shape (n,).
         period: Length of a period, in rounds.
         clients: The clients, shape (n,).
         round: The round, counted from 1.

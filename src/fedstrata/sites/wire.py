@@ -263,7 +263,7 @@ class Hop(Message):
 
 @record("Hopped")
 class Hopped(Message):
-    """The site's reply to ``Hop``, which contains the client's reply.
+    """A site's reply to ``Hop``. The client's reply is a part of it.
 
     Args:
         reply: The client's reply, or ``Failed``.

@@ -180,7 +180,7 @@ class Contest:
 
 
 def contests(columns: Sequence[Verdicts]) -> list[Contest]:
-    """In each column, compare the best composition with the best method, within each budget of the baseline."""
+    """In each column, compare the best composition with the best method, for each budget in ``BUDGETS``."""
     compared = []
     for column in columns:
         for measure in BUDGETS if column.complete else ():

@@ -45,11 +45,11 @@ class Properties:
         online_skew: Total variation distance between the class shares of all samples and the class shares of online
             clients' samples. Samples of online clients are added up over all rounds.
         absent_online: Share of rounds in which no client with samples of a class is online, averaged over classes.
-        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of these clients
-            is invited, averaged over classes.
+        absent_uninvited: Mean over classes: the share of rounds in which clients with samples of the class are online,
+            but none of these clients is invited.
         absent_replies: The sum of ``absent_online`` and ``absent_uninvited``.
-        longest_absence: Over all classes, the maximum number of consecutive rounds in which no client with samples
-            of the class is both invited and online.
+        longest_absence: Maximum number of consecutive rounds in which, for some class, no client with samples of the
+            class is both invited and online.
     """
 
     clients: float
@@ -182,7 +182,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return, for each round and class, whether no client that takes part has samples of the class.
+    """Return, for each round and class, whether the class is absent: no participating client has samples of it.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
