@@ -39,7 +39,7 @@ class Cyclic(Availability):
     """Each client is online for a fixed fraction of each period. Each client's periods start at a random round.
 
     Args:
-        p: Fraction of each period in which a client is online (at least one round).
+        p: Online time of a client per period, as a fraction of the period (at least one round).
         period: Length of a period, in rounds.
     """
 

@@ -70,8 +70,8 @@ class Begin(Message):
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
         total: The total number of clients.
-        round: The site restores the states that its clients had at the end of this round; 0 for a new run. The run
-            continues with the next round.
+        round: The round after which a resumed run continues; 0 for a new run. The site restores the states that its
+            clients had at the end of this round.
     """
 
     run: str
