@@ -101,7 +101,7 @@ class SiteDirectory:
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: No site can begin, or ``fewer`` is ``abort`` and fewer sites than required can begin.
+            FedstrataError: No site can begin, or too few sites can begin and ``fewer`` is ``abort``.
         """
         if not count:
             reasons = _listed(self.excluded.values())
