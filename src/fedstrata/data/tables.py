@@ -1,7 +1,7 @@
-"""Build data sets from tables: CSV and Parquet files, and data frames.
+"""Build data sets from tables: CSV files, Parquet files and data frames.
 
-Python's module ``csv`` reads CSV files: it provides line numbers and does not convert cells. The package pyarrow reads
-Parquet files.
+Python's module ``csv`` reads CSV files: it provides line numbers and does not convert cells. Parquet files are
+read with the package pyarrow.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def from_dataframe(
     """Build a data set from a data frame of pandas or polars.
 
     Args:
-        frame: A mapping from column names to lists, or any object with columns that have a method ``to_list``.
+        frame: A mapping from column names to lists, or any object whose columns have a method ``to_list``.
         label: The name of the label column.
         client: The name of the column with the client of each row.
         test: The fraction of rows that become test samples. Alternatively, the name of a column that marks test rows,
@@ -229,7 +229,7 @@ def table_of(rows: Any, name: str) -> Table:
     """Convert a data frame, or a mapping from column names to cells, to a ``Table``.
 
     Args:
-        rows: A mapping from column names to lists, arrays or tensors, or any object with columns that have a method
+        rows: A mapping from column names to lists, arrays or tensors, or any object whose columns have a method
             ``to_list``.
         name: The name of the table, for error messages.
 

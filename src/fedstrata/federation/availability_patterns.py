@@ -39,7 +39,7 @@ class Cyclic(Availability):
     """Each client is online for a fixed fraction of each period. Each client's periods start at a random round.
 
     Args:
-        p: Fraction of each period in which a client is online (at least one round).
+        p: Online time of a client per period, as a fraction of the period (at least one round).
         period: Length of a period, in rounds.
     """
 
@@ -87,7 +87,7 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
     """Return, for each client, whether the client's Markov chain (stationary from round 1) is in the online state.
 
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401), or
-    with p / (1 − p) if this is smaller. Mean online periods are therefore not shorter than one round. The function
+    with p / (1 − p) if this is smaller. The mean online period is therefore at least one round long. The function
     stores no state. Each call recomputes the chain from the latest round in which the client's state did not depend on
     its previous state.
 
@@ -121,7 +121,7 @@ def in_cycles(p: Floats, period: int, clients: Clients, round: int, seed: int) -
     """Return, for each client, whether a round is in the online part of the client's period.
 
     Args:
-        p: The fraction of the period in which each client is online, shape (n,).
+        p: Each client's online time per period, as a fraction of the period, shape (n,).
         period: Length of a period, in rounds.
         clients: The clients, shape (n,).
         round: The round, counted from 1.

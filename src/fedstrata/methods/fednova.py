@@ -9,7 +9,7 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedNova(Recipe):
-    """FedAvg that divides each client's update by the client's number of steps.
+    """A variant of FedAvg that divides each client's update by the client's number of steps.
 
     In FedAvg, clients that take more steps pull the model further towards their own minimum. See the aggregator
     ``fednova``.

@@ -36,12 +36,12 @@ class Answer:
 
 
 def verdict(row: Contrast, direction: int) -> Verdict:
-    """Return the verdict on a method: ahead of the baseline, behind the baseline, or no order shown.
+    """Return the verdict on a method: ahead of the baseline, behind the baseline, or "no order shown".
 
     Args:
         row: The comparison of the method with the baseline.
-        direction: 1 if higher values are better, -1 if lower values are better, and 0 in all other cases. For 0, the
-            verdict is always "no order shown".
+        direction: 1 if higher values are better, -1 if lower values are better, and 0 in all other cases. For the
+            direction 0, the verdict is always "no order shown".
     """
     order = row.difference.order() if row.difference is not None else "not run"
     sign = direction * {"above": 1, "below": -1}.get(order, 0)

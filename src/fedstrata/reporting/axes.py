@@ -44,7 +44,7 @@ def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None
         axes: The axes.
         xlabel: The name of the horizontal axis, with its unit.
         ylabel: The name of the vertical axis.
-        size: The size of the names in points. The ticks' numbers are one point smaller, but at least 8 points.
+        size: The size of the names in points. The ticks' numbers are one point smaller, but not below 8 points.
     """
     axes.set_xlabel(literal(xlabel), color=INK, fontsize=size)
     axes.set_ylabel(literal(ylabel), color=INK, fontsize=size)

@@ -87,8 +87,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 
     A compare folder contains run folders ``LABEL/seed-S/``. The function also accepts a single folder ``LABEL``. The
     labels of a compare folder are in the order of the comparison. If the order is unknown, the labels are sorted by
-    name. The label of a single run folder is the folder's name. If several folders have the same label, the name of the
-    parent folder is added before each of these labels.
+    name. The label of a single run folder is the folder's name. If several folders have the same name, each
+    label also contains the name of the parent folder.
 
     Args:
         folders: One folder, or several.

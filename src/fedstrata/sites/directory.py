@@ -101,7 +101,7 @@ class SiteDirectory:
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: No site can begin, or ``fewer`` is ``abort`` and fewer sites than required can begin.
+            FedstrataError: No site can begin, or too few sites can begin and ``fewer`` is ``abort``.
         """
         if not count:
             reasons = _listed(self.excluded.values())
@@ -125,8 +125,8 @@ class SiteDirectory:
     def require_enough(self, outcomes: Iterable[object]) -> None:
         """End the run if too few sites replied to the server's requests.
 
-        Without this check, the run would finish its remaining rounds without clients. The ended run can be resumed when
-        the sites can be reached again.
+        Without this check, the run would finish its remaining rounds without clients. An ended run can be resumed when
+        its sites can be reached again.
 
         Args:
             outcomes: The sites' replies and errors. If all sites are unreachable, ``SiteLostError`` quotes their

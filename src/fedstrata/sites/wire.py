@@ -70,8 +70,8 @@ class Begin(Message):
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
         total: The total number of clients.
-        round: The site restores the states that its clients had at the end of this round; 0 for a new run. The run
-            continues with the next round.
+        round: The round after which a resumed run continues; 0 for a new run. The site restores the states that its
+            clients had at the end of this round.
     """
 
     run: str
@@ -231,7 +231,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task for one client of a relay: to train the relay's model, and to pass the model on (a hop).
+    """The task for one hop of a relay: to train the relay's model at one client, and to pass the model on.
 
     Args:
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
@@ -263,7 +263,7 @@ class Hop(Message):
 
 @record("Hopped")
 class Hopped(Message):
-    """The site's reply to ``Hop``, which contains the client's reply.
+    """A site's reply to ``Hop``. The client's reply is a part of it.
 
     Args:
         reply: The client's reply, or ``Failed``.
@@ -324,7 +324,7 @@ class Refused(Message):
 
     Args:
         reason: The reason for the refusal, in words.
-        for_good: Whether the site refuses everything until this job ends, because of its policy.
+        for_good: Whether the site's policy makes the site refuse everything until this job ends.
     """
 
     reason: str
@@ -361,8 +361,8 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). The server sends each
-            acknowledgement again until the site has replied to a message that contains it.
+        acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). The server adds an
+            acknowledgement to every message until the site has replied to one of these messages.
         body: The message, such as ``Ask``.
         number: The sequence number of the message. Later messages have larger numbers. If a site receives the same
             number again, it repeats its first reply. The number is 0 for a message that is never repeated.

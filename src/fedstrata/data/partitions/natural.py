@@ -71,8 +71,8 @@ class Natural(Partition):
 class SingleClient(Partition):
     """A single client trains on samples from another partition scheme, as a baseline for federated training.
 
-    For centralised training, the single client has the samples of all clients in the partition ``of``. For local
-    training, the single client has the samples of one client in the partition ``of``.
+    For centralised training, the single client has the samples of all clients of the partition set in ``of``. For local
+    training, the single client has the samples of one client of this partition.
 
     Args:
         clients: Number of clients: always 1.
@@ -93,7 +93,7 @@ class SingleClient(Partition):
         """Divide the training samples among the clients; see ``Partition.split``.
 
         Raises:
-            SpecError: The client ``only`` does not exist, or the partition ``of`` cannot divide the data.
+            SpecError: ``only`` is not the id of a client, or the partition set in ``of`` cannot divide the data.
         """
         try:
             whole = self.of.split(dataset, seed)

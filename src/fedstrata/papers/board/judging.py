@@ -66,7 +66,7 @@ class Outcome:
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
-        """Return the value of a measure for each seed; None if the first evaluation is already beyond the budget."""
+        """Map each seed to a measure's value, or to None if the run's first evaluation is already beyond the budget."""
         if (place := BUDGETS.get(measure)) is None:
             return {seed: run[measure] for seed, run in self.runs.items()}
         return {
@@ -79,13 +79,13 @@ class Outcome:
 def within(points: Curve, place: int, budget: float) -> float | None:
     """Return a run's accuracy within a budget; None if the first evaluation is already beyond the budget.
 
-    The accuracy is a mean over the evaluations in the last fifth of the rounds within the budget. If the whole run
-    costs less than the budget, the mean is over the last fifth of the run.
+    Only the part of the run within the budget is used (the whole run, if it costs less than the budget). The accuracy
+    is the mean over the evaluations in the last fifth of this part.
 
     Args:
         points: Points of the run's curve; see ``running.curve``.
         place: Index of the cost within each point of the curve.
-        budget: Maximum cost. Points of up to ``FEW_MORE`` times this cost are also within the budget.
+        budget: Maximum cost. Points that cost up to ``FEW_MORE`` times as much are also within the budget.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:
@@ -130,7 +130,7 @@ class Verdicts:
         return {measure: each for measure, each in every.items() if each is not None}
 
     def difference(self, name: str, measure: str = "accuracy", other: str = BASELINE) -> Difference:
-        """Return the difference between two entries in percentage points, paired by seed."""
+        """Return the difference between two entries, paired by seed, in percentage points."""
         own, base = (dict(zip(self.seeds, self.values(each, measure), strict=True)) for each in (name, other))
         return paired_difference(own, base, resolution=RESOLUTION)
 
@@ -162,7 +162,7 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Contest:
-    """A comparison, in one column and at equal cost, of the best composition with the best method.
+    """A comparison of the best composition with the best method, in one column and at equal cost.
 
     Args:
         column: Name of the column.
@@ -180,7 +180,7 @@ class Contest:
 
 
 def contests(columns: Sequence[Verdicts]) -> list[Contest]:
-    """In each column, compare the best composition with the best method, within each budget of the baseline."""
+    """In each column, compare the best composition with the best method, for each budget in ``BUDGETS``."""
     compared = []
     for column in columns:
         for measure in BUDGETS if column.complete else ():

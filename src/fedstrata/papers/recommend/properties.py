@@ -44,11 +44,11 @@ class Properties:
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
         online_skew: Total variation distance between the class shares of all samples and the class shares of online
             clients' samples. Samples of online clients are added up over all rounds.
-        absent_online: Share of rounds in which no client with samples of a class is online, averaged over classes.
-        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of these clients
-            is invited, averaged over classes.
+        absent_online: Mean over classes: the share of rounds in which no client with samples of the class is online.
+        absent_uninvited: Mean over classes: the share of rounds in which clients with samples of the class are online,
+            but none of these clients is invited.
         absent_replies: The sum of ``absent_online`` and ``absent_uninvited``.
-        longest_absence: Over all classes, the maximum number of consecutive rounds in which no client with samples
+        longest_absence: Maximum over classes: the largest number of consecutive rounds in which no client with samples
             of the class is both invited and online.
     """
 
@@ -77,7 +77,7 @@ def measure(prepared: Prepared) -> Properties:
         prepared: The prepared experiment.
 
     Raises:
-        SpecError: With one of the seeds, the availability model does not fit the federation.
+        SpecError: In one of the simulations, the availability model cannot be used for the federation.
     """
     seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
     sizes, training = assignment.sizes, prepared.spec.training
@@ -182,7 +182,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return, for each round and class, whether no client that takes part has samples of the class.
+    """Return, for each round and class, whether the class is absent: no participating client has samples of it.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
@@ -261,7 +261,7 @@ FACTOR = 1000.0
 
 
 def apart(key: str, mine: Properties, other: Properties) -> float | None:
-    """Return the distance of two specs in a property, from 0 (equal) to 1; None if neither spec has the property.
+    """Return the distance between two specs in a property, from 0 (equal) to 1; None if neither spec has the property.
 
     For shares and indices, the distance is the absolute difference. For correlations, the distance is half the absolute
     difference. For numbers, the distance is the logarithm of the ratio, divided by the logarithm of ``FACTOR``. If only
