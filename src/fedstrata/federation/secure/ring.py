@@ -39,7 +39,7 @@ _CHUNK = 1 << 14
 
 @dataclass(frozen=True)
 class Part:
-    """A vector of real numbers within a site's message, such as an update.
+    """A vector of real numbers, such as an update, within a site's message.
 
     Args:
         size: Number of elements.
@@ -65,7 +65,7 @@ class Total:
     Args:
         parts: The sum of each part, in float64.
         counts: The sum of each count.
-        scaled: Number of parts that a site scaled down, summed over the sites. If this number is not 0, ``parts``
+        scaled: Number of parts, in the messages of all sites, that were scaled down. If this number is not 0, ``parts``
             contains the sums of the scaled vectors.
     """
 
