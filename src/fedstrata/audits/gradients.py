@@ -97,8 +97,7 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of parts (numbers of samples) for which gradients are stored.
-        parts: The maximum number of gradients to store for each size of a part. The stored gradients are drawn at
-            random.
+        parts: The maximum number of stored gradients per size in ``sizes``. These gradients are drawn at random.
         seed: The seed of the draws.
     """
 
@@ -331,7 +330,7 @@ class Attacker:
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """Attack gradients that each come from ``size`` samples, and return the mean results.
+        """Attack the gradients in ``parts``, each from ``size`` samples, and return the mean results.
 
         Args:
             size: The number of samples.
