@@ -451,7 +451,7 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover candidate inputs from the gradient of a linear first layer, at most one per unit.
+    """Recover at most one candidate input per unit from the gradient of a linear first layer.
 
     The layer computes z = W x + b. With δ = ∂L/∂z for each sample, the sums over samples are ∂L/∂W = Σ δ xᵀ and ∂L/∂b =
     Σ δ. A row of ∂L/∂W, divided by the unit's entry in ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ
