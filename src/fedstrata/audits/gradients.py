@@ -14,7 +14,7 @@ server. The attacker knows this gradient, the number of samples in the part, and
 - **inversion** uses the recovered labels to find images whose gradient has the same direction as the part's gradient.
   Adam minimises the cosine distance and the total variation (Geiping et al. 2020).
 
-The results are grouped by the sizes of parts (numbers of samples).
+The results are grouped by the number of samples in a part.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Given(Partition):
         indices: One list per client, with the indices of the client's samples in the training set.
         file: A ``.npz`` file that replaces ``indices``. The path is relative to the spec or the working directory. The
             file's array ``indices`` contains the samples client by client. Its array ``offsets`` contains the position
-            in ``indices`` at which each client begins, and as last element the length of ``indices``.
+            in ``indices`` at which each client begins, followed by the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -192,7 +192,7 @@ class Ring:
 
         Args:
             words: The message.
-            generator: The random generator of the noise, which must be secret in a deployment.
+            generator: The random generator of the noise. In a deployment, this generator must be secret.
         """
         size = sum(part.size for part in self.parts.values())
         noisy = words.copy()
