@@ -142,7 +142,7 @@ class Tap(LocalEngine):
 
 @dataclass(frozen=True)
 class Finding:
-    """The mean results of the attacks on gradients that each come from ``size`` samples.
+    """The mean results of the attacks on gradients of parts with ``size`` samples.
 
     Args:
         size: The number of samples.
@@ -182,8 +182,8 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last round that the audit ran again.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: For each number of samples per gradient, the number of gradients that clients sent in the replayed
-            rounds.
+        counts: A mapping from the number of samples in a part to the number of gradients that clients sent for such
+            parts in the replayed rounds.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         findings: The results, one for each number of samples per gradient.
@@ -434,7 +434,7 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
     The result has the shape (samples,).
 
-    In each step, the class with the most negative entry of the gradient becomes a label, and 1 is added to this entry.
+    In each step, the class with the most negative gradient entry is chosen as a label, and 1 is added to this entry.
 
     Args:
         bias: The gradient of the summed loss with respect to the bias, shape (C,).

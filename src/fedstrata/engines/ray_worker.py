@@ -163,7 +163,7 @@ class Worker:
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
-        """Let a client train the model of a relay.
+        """Let a client train the model in a relay.
 
         Args:
             client: The client.

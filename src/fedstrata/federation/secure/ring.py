@@ -114,7 +114,7 @@ class Ring:
 
     @property
     def scale(self) -> int:
-        """The integer Q that represents the value ``range``."""
+        """The integer Q that encodes a number equal to ``range``."""
         scale = LARGEST / (self.sites + HEADROOM * self.noise * math.sqrt(self.sites))
         return int(min(scale, math.sqrt(2 * LARGEST_MEAN) / self.noise) if self.noise else scale)
 
@@ -133,7 +133,7 @@ class Ring:
     ) -> Words:
         """Encode a site's numbers, and return the message, shape (``length``,).
 
-        Real numbers are truncated to multiples of 2⁻³² units, and then rounded up or down at random, without bias.
+        Real numbers are truncated to multiples of 2⁻³² units, and then rounded to integers at random, without bias.
 
         Args:
             parts: The vectors, before multiplication by ``weights``.
