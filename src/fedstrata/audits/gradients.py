@@ -14,7 +14,7 @@ server. The attacker knows this gradient, the number of samples in the part, and
 - **inversion** uses the recovered labels to find images whose gradient has the same direction as the part's gradient.
   Adam minimises the cosine distance and the total variation (Geiping et al. 2020).
 
-The results are grouped by the sizes of parts (numbers of samples).
+The results are grouped by the number of samples in a part.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of parts (numbers of samples) for which gradients are stored.
-        parts: The maximum number of gradients to store for each size of a part. The stored gradients are drawn at
-            random.
+        parts: The maximum number of stored gradients per size in ``sizes``. These gradients are drawn at random.
         seed: The seed of the draws.
     """
 
@@ -143,7 +142,7 @@ class Tap(LocalEngine):
 
 @dataclass(frozen=True)
 class Finding:
-    """The mean results of the attacks on gradients that each come from ``size`` samples.
+    """The mean results of the attacks on gradients of parts with ``size`` samples.
 
     Args:
         size: The number of samples.
@@ -183,8 +182,8 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last round that the audit ran again.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: For each number of samples per gradient, the number of gradients that clients sent in the replayed
-            rounds.
+        counts: A mapping from the number of samples in a part to the number of gradients that clients sent for such
+            parts in the replayed rounds.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         findings: The results, one for each number of samples per gradient.
@@ -331,7 +330,7 @@ class Attacker:
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """Attack gradients that each come from ``size`` samples, and return the mean results.
+        """Attack the gradients in ``parts``, each from ``size`` samples, and return the mean results.
 
         Args:
             size: The number of samples.
@@ -435,7 +434,7 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
     The result has the shape (samples,).
 
-    In each step, the class with the most negative entry of the gradient becomes a label, and 1 is added to this entry.
+    In each step, the class with the most negative gradient entry is chosen as a label, and 1 is added to this entry.
 
     Args:
         bias: The gradient of the summed loss with respect to the bias, shape (C,).
@@ -452,7 +451,7 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover candidate inputs from the gradient of a linear first layer, at most one per unit.
+    """Recover at most one candidate input per unit from the gradient of a linear first layer.
 
     The layer computes z = W x + b. With δ = ∂L/∂z for each sample, the sums over samples are ∂L/∂W = Σ δ xᵀ and ∂L/∂b =
     Σ δ. A row of ∂L/∂W, divided by the unit's entry in ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ

@@ -65,8 +65,8 @@ class ClientContext:
         personal: The objective for fine-tuning a client's copy of the global model before the copy is evaluated.
         tells_values: Whether the reply to an evaluation request contains the metrics on the client's own samples. The
             reply always contains sums, from which the server computes the metrics over all clients.
-        privacy: The privacy settings. The site of the clients may require more samples per reply than the spec.
-        forms: A function that returns, for each kind of request, how secure sums (``privacy.sums``) add up the replies.
+        privacy: The privacy settings. The clients' site may require more samples per reply than the spec requires.
+        forms: A function that returns, for each class of requests, the replies' layout in sums (``privacy.sums``).
         prepared: The results that ``cached`` stores, as a mapping from each function to its result.
         keys: Secret keys that are known to all clients but not to the server. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
@@ -156,7 +156,7 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        With ``training.local_steps``, only samples that fit into the steps' batches contribute.
+        With ``training.local_steps``, at most ``samples_per_step`` samples contribute per local step.
 
         Args:
             samples: Number of samples that are available for training.

@@ -181,7 +181,7 @@ class LocalEngine(Engine):
             return None  # the federation then sends each request separately, and so finds the client that fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client train the model of a relay."""
+        """Let one client train the model in a relay."""
         self._pending = {}
         try:
             return self.context.handlers.hop[type(task)](self._client(client), task, weights)

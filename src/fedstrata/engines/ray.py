@@ -131,7 +131,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client train the model of a relay. The worker keeps the model for the next client."""
+        """Let one client train the model in a relay. The worker keeps the model for the next client."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None

@@ -147,7 +147,7 @@ class Worker:
             calls: For each client: the id, the index of the client's request in the exchange, and the encoded state
                 (``b""`` without a state).
             together: Whether the clients run at the same time, as a group that adds up tensors.
-            payloads: The encoded requests: one per distinct index in ``calls``, in the order in which indices occur.
+            payloads: One encoded request per distinct index in ``calls``, in the order in which indices first occur.
         """
         if exchange != self._exchange:
             self._exchange, self._requests = exchange, {}
@@ -163,7 +163,7 @@ class Worker:
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
-        """Let a client train the model of a relay.
+        """Let a client train the model in a relay.
 
         Args:
             client: The client.

@@ -83,7 +83,7 @@ class LocalWorkerPool:
         Returns:
             The replies and states that workers computed. A client is missing if its worker failed, if its handler
             raised an exception, or if ``run_locally`` computed its reply. If the requests cannot be written to shared
-            memory, all clients are missing.
+            memory, the result is empty.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]

@@ -77,7 +77,7 @@ def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what:
 
     Args:
         got: The tensor.
-        shape: The expected shape; −1 stands for any size of a dimension.
+        shape: The expected shape. A dimension of −1 may have any size.
         dtype: The expected dtype.
         what: The tensor's name, for the error message.
 

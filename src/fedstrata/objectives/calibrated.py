@@ -94,7 +94,7 @@ class Calibrated(PerSample):
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale and the shift of every class, each of shape (C,); None for scale 1 or shift 0.
+        """Return the scale (None means 1) and the shift (None means 0) of every class, each of shape (C,).
 
         Args:
             counts: The number n_k(c) of training samples of each class c at client k, shape (C,), float32.

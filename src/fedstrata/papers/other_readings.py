@@ -1,4 +1,4 @@
-"""Define variants of methods that may explain why our results differ from a paper's.
+"""Define variants of methods that may explain differences between our results and a paper's results.
 
 Some variants repeat published code. A spec selects a variant by its path:
 ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.

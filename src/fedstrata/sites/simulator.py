@@ -58,7 +58,7 @@ def simulate(
     """Run experiments one after another in one session of NVFlare's simulator.
 
     Args:
-        runs: Pairs of an experiment and its run folder. The run folder may be None.
+        runs: Pairs of an experiment and its run folder; None for a temporary folder.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
             but at most one site per processor (or 3 sites, if there are fewer processors). A resumed run keeps its
             number of sites, because the sites store the clients' states.

@@ -42,7 +42,7 @@ def assign_runs(
         weights: The number of samples of each placeholder's label at each client, shape (P, N); None for uniform
             selection.
         chunk_size: The number of positions in a chunk.
-        retain: The fraction of a label's available clients that may train on this label in a chunk, in (0, 1].
+        retain: The fraction, in (0, 1], of a label's available clients that may train on this label within a chunk.
         generator: The random generator.
 
     Returns:

@@ -111,7 +111,7 @@ class Route:
         wanted: For each position of the schedule, the label to train on, as an index into
             ``roster.holders.placeholders``, shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
-        retain: The fraction of a label's available clients that may train on this label in a chunk, in (0, 1].
+        retain: The fraction, in (0, 1], of a label's available clients that may train on this label within a chunk.
     """
 
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:

@@ -91,7 +91,7 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return how secure sums add up the replies: a mapping from each Python class of requests to a ``Form``."""
+    """Return a mapping from each Python class of requests to the layout (``Form``) of its replies in secure sums."""
     return with_codec(context.forms(context.config), context.communication.up)
 
 

@@ -42,8 +42,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
-        balance: What each draw determines. ``class``: how a class is divided among the clients; client sizes differ.
-            ``client``: the mix of classes of a client; client sizes are equal (±1).
+        balance: The drawn distributions. ``class``: for each class, one over the clients; client sizes differ.
+            ``client``: for each client, one over the classes; equal client sizes (±1).
         prior: Parameters of the Dirichlet distribution if ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
@@ -135,8 +135,8 @@ class Given(Partition):
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
         file: A ``.npz`` file that replaces ``indices``. The path is relative to the spec or the working directory. The
-            file's array ``indices`` contains the samples client by client. Its array ``offsets`` contains each
-            client's start position in ``indices``, and ends with the length of ``indices``.
+            file's array ``indices`` contains the samples client by client. Its array ``offsets`` contains the position
+            in ``indices`` at which each client begins, followed by the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -14,7 +14,7 @@ def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowe
     """Return a list of allowed requests in which each request with a model is wrapped in an ``Encoded`` request.
 
     Args:
-        allowed: The allowed requests before encoding, as methods and samplers declare them.
+        allowed: The allowed requests as methods and samplers declare them, without encodings.
         communication: The codecs.
     """
     if communication.plain:

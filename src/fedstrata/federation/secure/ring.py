@@ -39,7 +39,7 @@ _CHUNK = 1 << 14
 
 @dataclass(frozen=True)
 class Part:
-    """A vector of real numbers within a site's message, such as an update.
+    """A vector of real numbers, such as an update, within a site's message.
 
     Args:
         size: Number of elements.
@@ -65,7 +65,7 @@ class Total:
     Args:
         parts: The sum of each part, in float64.
         counts: The sum of each count.
-        scaled: Number of parts that a site scaled down, summed over the sites. If this number is not 0, ``parts``
+        scaled: Number of parts, in the messages of all sites, that were scaled down. If this number is not 0, ``parts``
             contains the sums of the scaled vectors.
     """
 
@@ -114,7 +114,7 @@ class Ring:
 
     @property
     def scale(self) -> int:
-        """The integer Q that represents the value ``range``."""
+        """The integer Q that encodes a number equal to ``range``."""
         scale = LARGEST / (self.sites + HEADROOM * self.noise * math.sqrt(self.sites))
         return int(min(scale, math.sqrt(2 * LARGEST_MEAN) / self.noise) if self.noise else scale)
 
@@ -133,7 +133,7 @@ class Ring:
     ) -> Words:
         """Encode a site's numbers, and return the message, shape (``length``,).
 
-        Real numbers are truncated to multiples of 2⁻³² units, and then rounded up or down at random, without bias.
+        Real numbers are truncated to multiples of 2⁻³² units, and then rounded to integers at random, without bias.
 
         Args:
             parts: The vectors, before multiplication by ``weights``.
@@ -192,7 +192,7 @@ class Ring:
 
         Args:
             words: The message.
-            generator: The random generator of the noise, which must be secret in a deployment.
+            generator: The random generator of the noise. In a deployment, this generator must be secret.
         """
         size = sum(part.size for part in self.parts.values())
         noisy = words.copy()
