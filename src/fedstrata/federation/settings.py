@@ -70,9 +70,9 @@ class ClientDP(Setting):
     """Differential privacy of whole clients.
 
     With ``noise_from = "server"``, the server limits the norm of each update to ``clip``, and adds Gaussian noise to
-    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if they differ only in one client, which never
-    replies in one of the runs. ε limits what users of the models learn about a client, but not what the server learns,
-    because the server sees each update.
+    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if their only difference is that one client
+    never replies in one of the runs. ε limits what users of the models learn about a client, but not what the server
+    learns, because the server sees each update.
 
     With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
     distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also limits what the server learns.
@@ -94,7 +94,7 @@ class ClientDP(Setting):
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
         colluding: Number of clients that may reveal their noise to the server while ε still holds. With 0, ε does not
-            limit what other clients learn, because each client knows its own noise.
+            limit what other clients learn, because each client can subtract its own noise.
     """
 
     clip: PositiveFloat
@@ -215,7 +215,7 @@ class Training(Setting):
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
             test batches' statistics.
-        execution: How sums over clients are computed. ``fused``: possibly in one pass over several clients.
+        execution: How sums over clients are computed. ``fused``: possibly for several clients in one pass.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:

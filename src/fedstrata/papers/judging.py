@@ -3,8 +3,8 @@
 A claim may need several comparisons, for example with each baseline in each setting. These comparisons form the claim's
 family. Other comparisons in the same table do not belong to the family. A claim is confirmed if each comparison of its
 family supports the claim at the 5 % level, without a correction. This intersection–union test confirms a false claim
-with a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family. We
-do not correct for the number of claims.
+with a probability of at most 5 %. For statements about individual comparisons, we apply a Bonferroni correction over
+the family. We do not correct for the number of claims.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class _Case:
         """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two strings. The first string is the beginning of a sentence that ends with one or two differences.
-                The second string is a sentence that introduces a list of three or more differences.
+            texts: Two strings: the start of a sentence that ends with one or two differences, and a whole sentence,
+                which introduces three or more differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the result that is passed to ``figures``.
             figures: Function that takes the results of both places, and returns the two numbers to compare.

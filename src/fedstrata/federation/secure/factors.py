@@ -173,7 +173,7 @@ def update_of(form: ModelForm) -> tuple[str, Update]:
     The updates must be the only numbers in ``form`` that depend on the clients' models.
 
     Raises:
-        SpecError: Other numbers in ``form`` also depend on the clients' models.
+        SpecError: Numbers other than the updates also depend on the clients' models.
     """
     others = [n for n, each in form.summands.items() if isinstance(each, Numbers) and each.needs_model]
     name = others[0]

@@ -32,9 +32,9 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
-        Two values: ``held`` without the clients that did not reply, and the encrypted number of samples of each
-        placeholder over all other clients. The encrypted numbers are sorted by name, and each ciphertext contains many
-        numbers.
+        Two values: the part of ``held`` for the clients that replied, and the encrypted number of samples of each
+        placeholder, summed over these clients. The encrypted numbers are sorted by name, and each ciphertext contains
+        many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
