@@ -218,7 +218,7 @@ class _Case:
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
     def by_metrics(self, judge: Callable[[str], Judgement]) -> Judgement:
-        """Judge accuracies by the table's metric. If a second metric leads to another verdict, the evidence says so.
+        """Judge accuracies with the table's metric. If a second metric leads to another verdict, the evidence says so.
 
         Args:
             judge: Function that takes a key of ``METRICS``, and judges the claim by this metric.
