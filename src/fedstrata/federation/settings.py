@@ -93,8 +93,8 @@ class ClientDP(Setting):
             without privacy amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal their noise to the server while ε still holds. With 0, ε does not
-            limit what other clients learn, because each client can subtract its own noise.
+        colluding: Number of clients that may reveal their noise to the server without making ε invalid. With 0, ε does
+            not limit what other clients learn, because each client can subtract its own noise.
     """
 
     clip: PositiveFloat
@@ -122,7 +122,7 @@ class Privacy(Setting):
         dp: Settings for differential privacy of individual samples.
         clients: Settings for differential privacy of whole clients. Deployments require ``noise_from = "sites"``.
         sums: Whether the server sees the update of every client (``plain``), or only the sum over a round's clients
-            (``secure``). ``secure`` needs the extra ``secure``.
+            (``secure``). The value ``secure`` needs the optional packages of the extra ``secure``.
         simulate_masks: Whether simulated clients really mask their updates. Masks do not change results, but slow down
             the run.
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled

@@ -66,8 +66,8 @@ class Judgement:
         evidence: Text with the numbers on which the verdict is based. This text completes the sentence in ``measure``.
         command: Command that computes these numbers.
         measure: Beginning of a sentence that names the measured quantity; empty if ``evidence`` is a whole sentence.
-        decisive: The claim's comparisons with enough seeds, each with its difference and the interval that determines
-            the verdict.
+        decisive: The claim's comparisons that have enough seeds. Each comparison comes with its difference, whose
+            interval determines the verdict.
     """
 
     claim: Claim
