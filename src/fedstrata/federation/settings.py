@@ -114,8 +114,8 @@ class Privacy(Setting):
     spec does.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes each sent value, such as an update or a
-            column's mean.
+        min_samples: Minimum number of samples from which a client computes a value that it sends, such as an update or
+            a column's mean.
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
             client adds these samples to a neighbouring batch. ``refuse``: the client does not reply until the epoch
             ends.
@@ -277,7 +277,7 @@ class Training(Setting):
 
     @property
     def epochs(self) -> int:
-        """Number of local epochs, E; the default of 5 if clients train for ``local_steps``."""
+        """Number of local epochs, E: ``local_epochs``, or 5 if ``local_epochs`` is not set."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
@@ -319,7 +319,7 @@ class Training(Setting):
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:
-        """Return the learning rate η of a round, counted from 1.
+        """Return the learning rate η of a round. Rounds are counted from 1.
 
         >>> Training(lr=0.1, schedule="inverse").lr_at(2)
         0.05

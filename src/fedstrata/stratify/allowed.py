@@ -37,7 +37,7 @@ def allowed_in_batches(
         size: The number of samples in a batch, over all clients.
         window: The accepted values of ``Reserve.window``: the range (from, to) of a client's samples that may be used.
         lr: The accepted learning rate for the clients' steps; not used if ``local_steps`` is 1.
-        local_steps: The number of steps that a client takes on its samples of a batch.
+        local_steps: The number of steps that a client takes on its samples in a batch.
         rounds: The rounds in which clients train in batches; None for all rounds.
         label_weights: Whether a sample's loss is multiplied by a weight that depends on the sample's label.
     """

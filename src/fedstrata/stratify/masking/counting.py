@@ -28,7 +28,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     Args:
         federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
-        held: A mapping from each client to the positions of its placeholders in ``names``.
+        held: A mapping from each client to its placeholders on the server, which are indices of ``names``.
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
@@ -58,7 +58,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     Args:
         federation: The federation, through which the server sends requests to clients.
         pages: The ciphertexts, which contain the totals sorted by name.
-        held: A mapping from each client whose samples were counted to the positions of its placeholders in ``names``.
+        held: A mapping from each client whose samples were counted to its placeholders (numbers that stand for labels).
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
