@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether clients use the samples of too small batches in other batches (``below = "hold-back"``)."""
+        """Whether clients add the samples of a batch that is too small to another batch (``below = "hold-back"``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 

@@ -23,7 +23,7 @@ TOGETHER = 64
 
 
 def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
-    """Tell clients the placeholders (numbers) that stand for their labels, and add up their encrypted sample counts.
+    """Tell clients the placeholders (numbers) that stand for their labels, and add up the encrypted sample counts.
 
     Args:
         federation: The federation, through which the server sends requests to clients.
@@ -87,7 +87,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        The counts of each client that replied, as a mapping, in the order of the client's placeholders. If the counts
+        A mapping from each client that replied to its counts, in the order of the client's placeholders. If the counts
         contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
