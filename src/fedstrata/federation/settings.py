@@ -76,8 +76,8 @@ class ClientDP(Setting):
 
     With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
     distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also limits what the server learns.
-    Two runs are neighbours if they differ only in one client, which sends zeros with noise instead of updates in one of
-    the runs. Client sampling does not lower ε, because the server knows which clients take part.
+    Two runs are neighbours if their only difference is that one client sends zeros with noise instead of updates in one
+    of the runs. Client sampling does not lower ε, because the server knows which clients take part.
 
     If a sum needs t of n clients, ``colluding`` can be at most t − 2 and at most 2t − n − 1.
 
