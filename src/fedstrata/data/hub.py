@@ -25,7 +25,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
         seed: The seed for drawing test samples, if the data set has only a training split.
-        client: The name of the column with each sample's client, such as ``writer_id``.
+        client: The name of the column that contains each sample's client, such as ``writer_id``.
 
     Raises:
         ExtraMissingError: The package ``datasets`` is not installed.
@@ -56,7 +56,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
         seed: The seed for drawing test samples from ``train``.
-        client: The column with each sample's client; None if the data set has no such column.
+        client: The column that contains each sample's client; None if the data set has no such column.
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If labels have names, the result contains

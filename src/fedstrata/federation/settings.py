@@ -70,14 +70,14 @@ class ClientDP(Setting):
     """Differential privacy of whole clients.
 
     With ``noise_from = "server"``, the server limits the norm of each update to ``clip``, and adds Gaussian noise to
-    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if they differ only in one client, which never
-    replies in one of the runs. ε limits what users of the models learn about a client, but not what the server learns,
-    because the server sees each update.
+    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if their only difference is that one client
+    never replies in one of the runs. ε limits what users of the models learn about a client, but not what the server
+    learns, because the server sees each update.
 
     With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
     distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also limits what the server learns.
-    Two runs are neighbours if they differ only in one client, which sends zeros with noise instead of updates in one of
-    the runs. Client sampling does not lower ε, because the server knows which clients take part.
+    Two runs are neighbours if their only difference is that one client sends zeros with noise instead of updates in one
+    of the runs. Client sampling does not lower ε, because the server knows which clients take part.
 
     If a sum needs t of n clients, ``colluding`` can be at most t − 2 and at most 2t − n − 1.
 
@@ -93,8 +93,8 @@ class ClientDP(Setting):
             without privacy amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that ε assumes to reveal their noise to the server. With 0, ε does not limit what
-            a client learns about others, because a client can subtract its own noise from the sum.
+        colluding: Number of clients that may reveal their noise to the server without making ε invalid. With 0, ε does
+            not limit what other clients learn, because each client can subtract its own noise.
     """
 
     clip: PositiveFloat
@@ -114,15 +114,15 @@ class Privacy(Setting):
     spec does.
 
     Args:
-        min_samples: Minimum number of samples used for each value that a client sends, such as an update or a
-            column's mean.
+        min_samples: Minimum number of samples from which a client computes a value that it sends, such as an update or
+            a column's mean.
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
             client adds these samples to a neighbouring batch. ``refuse``: the client does not reply until the epoch
             ends.
         dp: Settings for differential privacy of individual samples.
         clients: Settings for differential privacy of whole clients. Deployments require ``noise_from = "sites"``.
         sums: Whether the server sees the update of every client (``plain``), or only the sum over a round's clients
-            (``secure``). ``secure`` needs the extra ``secure``.
+            (``secure``). The value ``secure`` needs the optional packages of the extra ``secure``.
         simulate_masks: Whether simulated clients really mask their updates. Masks do not change results, but slow down
             the run.
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether clients use the samples of too small batches in other batches (``below = "hold-back"``)."""
+        """Whether clients add the samples of a batch that is too small to another batch (``below = "hold-back"``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -214,8 +214,8 @@ class Training(Setting):
         clip: Maximum norm of a gradient. Larger gradients are scaled down.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
-            statistics of each test batch.
-        execution: How sums over clients are computed. ``fused``: one pass may process several clients.
+            test batches' statistics.
+        execution: How sums over clients are computed. ``fused``: possibly for several clients in one pass.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
@@ -277,7 +277,7 @@ class Training(Setting):
 
     @property
     def epochs(self) -> int:
-        """Number of local epochs, E; the default of 5 if clients train for ``local_steps``."""
+        """Number of local epochs, E: ``local_epochs``, or 5 if ``local_epochs`` is not set."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
@@ -319,7 +319,7 @@ class Training(Setting):
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:
-        """Return the learning rate η of a round, counted from 1.
+        """Return the learning rate η of a round. Rounds are counted from 1.
 
         >>> Training(lr=0.1, schedule="inverse").lr_at(2)
         0.05

@@ -23,7 +23,7 @@ class FedSSAR(Recipe):
     Args:
         alpha: Strength of the proximal term, α.
         aggregation: Weights with which the clients' models are averaged. ``horvitz-thompson``: unbiased weights.
-            Default: the paper's biased weights, in proportion to numbers of samples.
+            Default: the paper's biased weights, which are proportional to sample counts.
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (Complex Intell. Syst.)"

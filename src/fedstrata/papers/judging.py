@@ -3,8 +3,8 @@
 A claim may need several comparisons, for example with each baseline in each setting. These comparisons form the claim's
 family. Other comparisons in the same table do not belong to the family. A claim is confirmed if each comparison of its
 family supports the claim at the 5 % level, without a correction. This intersection–union test confirms a false claim
-with a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family. We
-do not correct for the number of claims.
+with a probability of at most 5 %. For statements about individual comparisons, we apply a Bonferroni correction over
+the family. We do not correct for the number of claims.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Judgement:
         evidence: Text with the numbers on which the verdict is based. This text completes the sentence in ``measure``.
         command: Command that computes these numbers.
         measure: Beginning of a sentence that names the measured quantity; empty if ``evidence`` is a whole sentence.
-        decisive: The claim's comparisons with enough seeds, each with its difference and the interval that determines
-            the verdict.
+        decisive: The claim's comparisons that have enough seeds. Each comparison comes with its difference, whose
+            interval determines the verdict.
     """
 
     claim: Claim
@@ -174,8 +174,8 @@ class _Case:
         """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two strings. The first string is the beginning of a sentence that ends with one or two differences.
-                The second string is a sentence that introduces a list of three or more differences.
+            texts: Two strings: the start of a sentence that ends with one or two differences, and a whole sentence,
+                which introduces three or more differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the result that is passed to ``figures``.
             figures: Function that takes the results of both places, and returns the two numbers to compare.
@@ -218,7 +218,7 @@ class _Case:
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
     def by_metrics(self, judge: Callable[[str], Judgement]) -> Judgement:
-        """Judge accuracies by the table's metric. If a second metric leads to another verdict, the evidence says so.
+        """Judge accuracies with the table's metric. If a second metric leads to another verdict, the evidence says so.
 
         Args:
             judge: Function that takes a key of ``METRICS``, and judges the claim by this metric.

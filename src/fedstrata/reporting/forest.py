@@ -1,4 +1,4 @@
-"""Draw forest plots of the differences between methods and a baseline, as wide as one column of a paper."""
+"""Draw forest plots, one paper column wide, that show the differences between methods and a baseline."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
     """Return the name of a run in a tracker. When the name is first used, it is stored in the run folder.
 
     Args:
-        folder: The run folder; None if the run has no folder, so that the name is not stored.
+        folder: The run folder, or None if the run does not have one. With None, the name is not stored.
         key: The key of the name in the file ``tracking.json``.
         make: A function that returns a new name.
     """

@@ -37,8 +37,8 @@ def allowed_in_batches(
         size: The number of samples in a batch, over all clients.
         window: The accepted values of ``Reserve.window``: the range (from, to) of a client's samples that may be used.
         lr: The accepted learning rate for the clients' steps; not used if ``local_steps`` is 1.
-        local_steps: The number of steps that a client takes on its samples of a batch.
-        rounds: The rounds that train in batches; None for all rounds.
+        local_steps: The number of steps that a client takes on its samples in a batch.
+        rounds: The rounds in which clients train in batches; None for all rounds.
         label_weights: Whether a sample's loss is multiplied by a weight that depends on the sample's label.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds, single=True)
@@ -63,7 +63,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
     Args:
         window: The accepted values of ``Steps.window``: the range (from, to) of a client's samples that may be used.
         longest: The maximum number of samples per request.
-        rounds: The rounds that train sample by sample; None for all rounds.
+        rounds: The rounds in which clients train sample by sample; None for all rounds.
     """
     where = {"window": window, "labels": Bound(f"at most {longest} labels", lambda value, _: len(value) <= longest)}
     limit = SampleLimit(1, "uses one sample at a time")

@@ -109,7 +109,7 @@ class SecondForm(ModelForm):
     def sent(self, words: Words, reply: EncodedReply) -> Payload:
         """Return the rounded factors that a client's vector contains.
 
-        If the client's weight is 0, the vector contains only zeros for the factors, so return the factors of the reply.
+        If the client's weight is 0, these factors are only zeros. Then return the factors in the client's reply.
         """
         assert reply.reply is not None
         weight = self._update.weight.of(reply.reply)
@@ -168,12 +168,12 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of the updates in sums that have the layout ``form``.
+    """Return the name and the description of the updates that a sum with the layout ``form`` contains.
 
     The updates must be the only numbers in ``form`` that depend on the clients' models.
 
     Raises:
-        SpecError: Other numbers in ``form`` also depend on the clients' models.
+        SpecError: Numbers other than the updates also depend on the clients' models.
     """
     others = [n for n, each in form.summands.items() if isinstance(each, Numbers) and each.needs_model]
     name = others[0]

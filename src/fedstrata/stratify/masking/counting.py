@@ -23,18 +23,18 @@ TOGETHER = 64
 
 
 def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
-    """Tell clients the placeholders (numbers) that stand for their labels, and add up their encrypted sample counts.
+    """Tell clients the placeholders (numbers) that stand for their labels, and add up the encrypted sample counts.
 
     Args:
         federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
-        held: A mapping from each client to its placeholders, in the server's numbering.
+        held: A mapping from each client to its placeholders on the server, which are indices of ``names``.
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
-        Two values: ``held`` without the clients that did not reply, and the encrypted number of samples of each
-        placeholder over all other clients. The encrypted numbers are sorted by name, and each ciphertext contains many
-        numbers.
+        Two values: the part of ``held`` for the clients that replied, and the encrypted number of samples of each
+        placeholder, summed over these clients. The encrypted numbers are sorted by name, and each ciphertext contains
+        many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -58,7 +58,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     Args:
         federation: The federation, through which the server sends requests to clients.
         pages: The ciphertexts, which contain the totals sorted by name.
-        held: The placeholders (numbers that stand for labels) of each client with counted samples, as a mapping.
+        held: A mapping from each client whose samples were counted to its placeholders (numbers that stand for labels).
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:
@@ -87,7 +87,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        The counts of each client that replied, as a mapping, in the order of the client's placeholders. If the counts
+        A mapping from each client that replied to its counts, in the order of the client's placeholders. If the counts
         contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
