@@ -182,7 +182,7 @@ class SeenUpdate:
 
     Args:
         round: All updates of the round.
-        update: A mapping from parameter names to the update or the mean.
+        update: The update or the mean, as a mapping from parameter names to tensors.
         clients: The clients whose samples contributed to the update.
     """
 

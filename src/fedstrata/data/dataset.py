@@ -149,7 +149,7 @@ class Dataset:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """The size in bytes of a sample, in the form that the model receives."""
+        """The size in bytes of a sample as the model receives it."""
         if not isinstance(self.x_train, Tensor):
             return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
         return 4 * self.x_train.shape[1:].numel()

@@ -150,8 +150,8 @@ def paired_difference(
         values: A mapping from each seed to the method's value. None stands for a missing value.
         baseline: A mapping from each seed to the baseline's value.
         test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
-        resolution: The unit to which the values are rounded. The standard deviation is then at least the standard
-            deviation of rounding errors. Equal differences therefore do not give an interval of length 0.
+        resolution: The unit to which the values are rounded. The standard deviation of the differences is set to
+            at least that of the rounding errors, so equal differences do not give an interval of length 0.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:

@@ -105,7 +105,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 class Watch:
     """The administrator's connection to the server. It submits and watches a job, and fetches the job's result.
 
-    If the server is unreachable, each request waits for ``POLL`` seconds, and then has no result.
+    If the server is unreachable, each request waits for ``POLL`` seconds and then returns None.
 
     Args:
         admin: The administrator's folder.

@@ -210,7 +210,7 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Log the protocol's messages, whose size depends only on the number of clients.
+    """Log those messages of the protocol whose size depends only on the number of clients.
 
     Args:
         federation: The federation.
