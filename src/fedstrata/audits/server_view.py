@@ -134,7 +134,7 @@ def require_updates(prepared: Prepared) -> Recipe:
     """Return the method of a run whose clients send updates that an audit can attack.
 
     Raises:
-        SpecError: The clients do not send such updates.
+        SpecError: A setting of the run, such as a codec, makes the audit impossible.
     """
     spec, method, task = prepared.spec, prepared.spec.method, prepared.data.task
 

@@ -261,7 +261,7 @@ def from_arrays(
             normalised along their last axis.
         y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
-            give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
+            give an array (N, K) with 0 or 1 per label. For next-token prediction, give token ids, shape (N, T). For
             segmentation, give classes, shape (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test targets, of the same kind as ``y_train``.
