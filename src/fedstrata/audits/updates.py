@@ -57,8 +57,8 @@ class View:
         inversion: The mean results of gradient inversion. Updates and sums with more than ``IMAGES`` samples are left
             out.
         control: The mean results of the same attacks on random numbers, which do not reveal anything.
-        membership: The fraction of pairs for which membership inference is correct, over all attacked updates or sums.
-            The interval of this fraction assumes that pairs are independent.
+        membership: Of the sample pairs of all attacked updates or sums, the fraction in which the attack finds the
+            member. The interval of this fraction assumes that pairs are independent.
     """
 
     name: str

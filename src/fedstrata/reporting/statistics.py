@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return on which side of 0 the interval is after adding ``margin``, or why the side is unknown.
+        """Return on which side of 0 the interval is if ``margin`` is added to both ends, or why the side is unknown.
 
         The result is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
         negative.
@@ -181,8 +181,8 @@ def paired_difference(
 def holm(p: Mapping[K, float]) -> dict[K, float]:
     """Return p-values that are corrected for multiple tests by Holm's step-down procedure (1979).
 
-    In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each corrected p-value is at least as large
-    as the previous corrected p-value.
+    The i-th smallest of m p-values is multiplied by m − i + 1. Corrected p-values are raised where necessary to keep
+    them in ascending order.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}

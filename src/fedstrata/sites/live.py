@@ -36,7 +36,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
         report: A function that is called once with a text that contains the page's address.
 
     Raises:
-        SpecError: ``folder`` is not one of these folders, or the port cannot be used.
+        SpecError: ``folder`` is neither a run folder nor the folder of a party, or the port cannot be used.
         DataError: A file of the run is damaged.
         FedstrataError: The server of the run refuses a request.
     """

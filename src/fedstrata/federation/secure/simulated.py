@@ -143,7 +143,7 @@ class Masks:
         self._present: dict[ClientId, Message | None] = {}
 
     def ask(self, requests: Requests, request: Request, length: int) -> Mapping[ClientId, MaskedReply | Failure]:
-        """Let all online clients exchange keys and shares. Clients that answer in time then send masked vectors.
+        """Let all online clients exchange keys and shares. Return the masked vectors of clients that answer in time.
 
         Args:
             requests: The requests to the clients that answer in time.
