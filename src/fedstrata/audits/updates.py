@@ -56,7 +56,7 @@ class View:
         samples: The mean number of training samples per attacked update or sum; None without attacks.
         inversion: The mean results of gradient inversion. Updates and sums with more than ``IMAGES`` samples are left
             out.
-        control: The mean results of the same attacks on random numbers, which do not reveal anything.
+        control: The mean results of the same attacks on random numbers. These numbers do not reveal anything.
         membership: Of the sample pairs of all attacked updates or sums, the fraction in which the attack finds the
             member. The interval of this fraction assumes that pairs are independent.
     """
@@ -108,7 +108,7 @@ def audit_updates(
 
     Args:
         run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
-        parts: The maximum number of updates to attack, and of sums to attack. Updates and sums are drawn at random.
+        parts: The maximum number of updates, and also of sums. The updates and sums to attack are drawn at random.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.

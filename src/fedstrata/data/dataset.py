@@ -219,7 +219,7 @@ class Dataset:
         return dataclasses.replace(self, **moved)
 
     def tensors(self) -> dict[str, Inputs]:
-        """Return the fields that are tensors, or mappings of tensors."""
+        """Return the fields that are tensors or mappings of tensors."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, (Tensor, Mapping)) and name != "mapped"}
 

@@ -52,7 +52,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
     """Serve the web page during the ``with`` block, and yield the page's address and a function that updates the page.
 
     All users of this machine, and all web pages in their browsers, can connect to the port. The server therefore sends
-    the page only if the address contains a random key and the host name is a name of this machine.
+    the page only if the address contains the page's random key and a host name of this machine.
 
     Args:
         source: The source from which the progress of the run is read.
