@@ -106,7 +106,7 @@ class Difference:
             ``MIN_SEEDS`` pairs, or if all differences are equal.
         p: The two-sided p-value without correction. The value is None if the test needs more pairs (``FEWEST``), or if
             all differences are equal and therefore cannot be tested.
-        corrected: The p-value multiplied by the number of differences that are judged together, at most 1.
+        corrected: The p-value multiplied by the number of differences that are judged together, but at most 1.
         each: The difference of each pair, in the order of the seeds.
     """
 
