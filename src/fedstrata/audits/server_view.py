@@ -76,7 +76,7 @@ class UpdateTap(LocalEngine):
         return {client: self._summand(requests[client], outcome, client) for client, outcome in outcomes.items()}
 
     def train(self, requests: Mapping[ClientId, Fit]) -> Mapping[ClientId, Reply | Failure]:
-        """Return the clients' replies to a request for updates, before the replies are encoded for a secure sum."""
+        """Return the clients' replies to a request for updates, not yet encoded for a secure sum."""
         return super().ask(requests, together=False)
 
     def _summand(self, request: Request, outcome: Reply | Failure, client: ClientId) -> Reply | Failure:
@@ -134,7 +134,7 @@ def require_updates(prepared: Prepared) -> Recipe:
     """Return the method of a run whose clients send updates that an audit can attack.
 
     Raises:
-        SpecError: The clients do not send such updates.
+        SpecError: A setting of the run, such as a codec, makes the audit impossible.
     """
     spec, method, task = prepared.spec, prepared.spec.method, prepared.data.task
 

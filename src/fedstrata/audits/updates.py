@@ -4,8 +4,7 @@ With ``privacy.sums = "secure"``, the server sees only the sum. The audit always
 what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
 
 - **gradient inversion**: with one step of SGD, an update is a multiple of a gradient. ``fedstrata.audits.gradients``
-  describes the attacks on labels, rows and images. As a control, these attacks also run on random numbers instead of
-  updates.
+  describes the attacks on labels, rows and images. As a control, the same attacks are run on random numbers.
 - **membership inference**: see ``fedstrata.audits.membership``.
 """
 
@@ -56,9 +55,9 @@ class View:
         samples: The mean number of training samples per attacked update or sum; None without attacks.
         inversion: The mean results of gradient inversion. Updates and sums with more than ``IMAGES`` samples are left
             out.
-        control: The mean results of the same attacks on random numbers, which do not reveal anything.
-        membership: The fraction of pairs for which membership inference is correct, over all attacked updates or sums.
-            The interval of this fraction assumes that pairs are independent.
+        control: The mean results of the same attacks on random numbers. These numbers do not reveal anything.
+        membership: Of the sample pairs of all attacked updates or sums, the fraction in which the attack finds the
+            member. The interval of this fraction assumes that pairs are independent.
     """
 
     name: str
@@ -108,7 +107,7 @@ def audit_updates(
 
     Args:
         run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
-        parts: The maximum number of updates to attack, and of sums to attack. Updates and sums are drawn at random.
+        parts: Attack at most this number of updates, and at most this number of sums, drawn at random.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
@@ -145,7 +144,7 @@ def attack(
         prepared: The experiment.
         before: The checkpoint from which to start; None for the beginning of the run.
         until: The last round to run.
-        parts: The maximum number of attacked updates, and of attacked sums.
+        parts: Attack at most this number of updates, and at most this number of sums.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
@@ -182,7 +181,7 @@ class SeenUpdate:
 
     Args:
         round: All updates of the round.
-        update: A mapping from parameter names to the update or the mean.
+        update: The update or the mean, as a mapping from parameter names to tensors.
         clients: The clients whose samples contributed to the update.
     """
 
@@ -245,7 +244,7 @@ def attacked(prepared: Prepared, attacker: Attacker, kept: Reservoir, *, seen: b
 
 
 def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]) -> SentPart:
-    """Convert an update to a gradient of the loss, summed over the training samples of the update.
+    """Convert an update to the gradient of the total loss over the update's training samples.
 
     With one SGD step, a client's update is −η times the mean gradient. With more steps, the result is the mean of the
     steps' gradients.

@@ -149,7 +149,7 @@ class Dataset:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """The size in bytes of a sample, in the form that the model receives."""
+        """The size in bytes of a sample as the model receives it."""
         if not isinstance(self.x_train, Tensor):
             return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
         return 4 * self.x_train.shape[1:].numel()
@@ -219,7 +219,7 @@ class Dataset:
         return dataclasses.replace(self, **moved)
 
     def tensors(self) -> dict[str, Inputs]:
-        """Return the fields that are tensors, or mappings of tensors."""
+        """Return the fields that are tensors or mappings of tensors."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, (Tensor, Mapping)) and name != "mapped"}
 
@@ -261,7 +261,7 @@ def from_arrays(
             normalised along their last axis.
         y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
-            give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
+            give an array (N, K) with 0 or 1 per label. For next-token prediction, give token ids, shape (N, T). For
             segmentation, give classes, shape (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test targets, of the same kind as ``y_train``.

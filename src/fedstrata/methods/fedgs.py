@@ -12,10 +12,10 @@ from fedstrata.sampling.graph import Graph
 
 
 class FedGS(Recipe):
-    """FedAvg that invites clients with different labels. Over many rounds, each client is invited equally often.
+    """FedAvg that invites clients whose labels differ. Over many rounds, all clients are invited equally often.
 
-    The clients of a round are far apart in a graph of label similarity, and were rarely invited before. The setting
-    ``alpha`` is the weight of the distance in the graph (arXiv:2211.13975).
+    The clients of a round are far apart in a graph of label similarity, and were rarely invited before. A larger
+    ``alpha`` gives the distances more weight relative to earlier invitations (arXiv:2211.13975).
     """
 
     paper = "Wang et al. 2023, FedGS: Federated Graph-based Sampling with Arbitrary Client Availability (AAAI)"

@@ -106,7 +106,7 @@ class Difference:
             ``MIN_SEEDS`` pairs, or if all differences are equal.
         p: The two-sided p-value without correction. The value is None if the test needs more pairs (``FEWEST``), or if
             all differences are equal and therefore cannot be tested.
-        corrected: The p-value multiplied by the number of differences that are judged together, at most 1.
+        corrected: The p-value multiplied by the number of differences that are judged together, but at most 1.
         each: The difference of each pair, in the order of the seeds.
     """
 
@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return on which side of 0 the interval is after adding ``margin``, or why the side is unknown.
+        """Return on which side of 0 the interval is if ``margin`` is added to both ends, or why the side is unknown.
 
         The result is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
         negative.
@@ -150,8 +150,8 @@ def paired_difference(
         values: A mapping from each seed to the method's value. None stands for a missing value.
         baseline: A mapping from each seed to the baseline's value.
         test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
-        resolution: The unit to which the values are rounded. The standard deviation is then at least the standard
-            deviation of rounding errors. Equal differences therefore do not give an interval of length 0.
+        resolution: The unit to which the values are rounded. The standard deviation of the differences is set to
+            at least that of the rounding errors, so equal differences do not give an interval of length 0.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:
@@ -181,8 +181,8 @@ def paired_difference(
 def holm(p: Mapping[K, float]) -> dict[K, float]:
     """Return p-values that are corrected for multiple tests by Holm's step-down procedure (1979).
 
-    In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each corrected p-value is at least as large
-    as the previous corrected p-value.
+    The i-th smallest of m p-values is multiplied by m − i + 1. Corrected p-values are raised where necessary to keep
+    them in ascending order.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}

@@ -136,7 +136,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 
     Args:
         folder: The folder that ``save`` wrote to.
-        last: The last round whose checkpoint may be read; None for any round.
+        last: The checkpoint must be of this round or of an earlier round; None for any round.
 
     Raises:
         CheckpointError: All checkpoints are damaged.

@@ -36,7 +36,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
         report: A function that is called once with a text that contains the page's address.
 
     Raises:
-        SpecError: ``folder`` is not one of these folders, or the port cannot be used.
+        SpecError: ``folder`` is neither a run folder nor the folder of a party, or the port cannot be used.
         DataError: A file of the run is damaged.
         FedstrataError: The server of the run refuses a request.
     """
@@ -52,7 +52,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
     """Serve the web page during the ``with`` block, and yield the page's address and a function that updates the page.
 
     All users of this machine, and all web pages in their browsers, can connect to the port. The server therefore sends
-    the page only if the address contains a random key and the host name is a name of this machine.
+    the page only if the address contains the page's random key and a host name of this machine.
 
     Args:
         source: The source from which the progress of the run is read.

@@ -52,8 +52,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted, or if a connected site joined late or was restarted, and so
-    does not take part. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
+    late or was restarted. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, which ``provision`` wrote.
@@ -105,7 +105,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 class Watch:
     """The administrator's connection to the server. It submits and watches a job, and fetches the job's result.
 
-    If the server is unreachable, each request waits for ``POLL`` seconds, and then has no result.
+    If the server is unreachable, each request waits for ``POLL`` seconds and then returns None.
 
     Args:
         admin: The administrator's folder.

@@ -22,8 +22,8 @@ OPTIMIZER = "optimizer"
 class SGD:
     """SGD with momentum: d = clip(g) + λ w; v ← μ v + d; w ← w − η v.
 
-    The gradient g includes the correction of the objective. An ``SGD`` object stores the velocity v, so all steps of an
-    object must update the same parameters w.
+    The gradient g already includes the objective's correction. An ``SGD`` object stores the velocity v, so all steps of
+    an object must update the same parameters w.
 
     Args:
         training: The settings, which contain the momentum μ, the weight decay λ, and the maximum norm of g (``clip``).

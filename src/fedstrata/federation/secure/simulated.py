@@ -143,7 +143,7 @@ class Masks:
         self._present: dict[ClientId, Message | None] = {}
 
     def ask(self, requests: Requests, request: Request, length: int) -> Mapping[ClientId, MaskedReply | Failure]:
-        """Let all online clients exchange keys and shares. Clients that answer in time then send masked vectors.
+        """Let all online clients exchange keys and shares. Return the masked vectors of clients that answer in time.
 
         Args:
             requests: The requests to the clients that answer in time.
@@ -210,7 +210,7 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Log the protocol's messages, whose size depends only on the number of clients.
+    """Log those messages of the protocol whose size depends only on the number of clients.
 
     Args:
         federation: The federation.
