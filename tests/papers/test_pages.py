@@ -138,7 +138,7 @@ def test_a_published_margin_is_compared_with_the_prediction_interval_of_our_diff
     )
     for published, said in ((85.28, False), (85.27, True), (86.79, False), (86.80, True)):
         table.published["b"]["x"] = published
-        assert (f"{outside} from `a`: `b` (`x`)." in page_of(table, results(table))) == said
+        assert (f"{outside}`b` (`x`)." in page_of(table, results(table))) == said
 
 
 @pytest.mark.slow
