@@ -166,7 +166,7 @@ with warnings.catch_warnings():
             """Return the shift and scale that the spec sets; None if the spec does not set them.
 
             Raises:
-                SpecError: The spec does not set exactly one number for each channel or feature.
+                SpecError: The number of values is not the number of channels or features.
             """
             if self.shift is None or self.scale is None:
                 return None

@@ -64,8 +64,8 @@ def reference_runs(
 
     The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
     round, this run computes as many per-sample gradients as all invited clients of an average federated round together.
-    In the reference ``local``, every client with samples trains in every round of its run ``client-K``. All other
-    settings, such as the learning rate, come from the first experiment.
+    The reference ``local`` has a run ``client-K`` for each client with samples. This client trains in every round. All
+    other settings, such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.

@@ -253,7 +253,7 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the tables of ``to_markdown`` for a terminal.
+    """Return the same tables as ``to_markdown``, but laid out for a terminal.
 
     If ``every`` is true, even a narrow terminal shows all columns.
     """

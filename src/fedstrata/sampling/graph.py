@@ -1,4 +1,4 @@
-"""Choose clients with FedGS's sampler: clients that are far apart in a graph of label similarity (Wang et al. 2023)."""
+"""FedGS's sampler, which chooses clients that are far apart in a graph of label similarity (Wang et al. 2023)."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Take the remaining steps, and return the model and, for each task, a failure or a reply with the loss."""
+        """Take the remaining steps. Return the model, and a reply with the loss (or a failure) for each task."""
         self._flush()
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
         return self._stepper.weights() if moved else self._like, self._done

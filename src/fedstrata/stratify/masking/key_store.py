@@ -131,11 +131,11 @@ class KeyRing:
 
     The keys come from one of three places:
 
-    - In simulations in one process, the keys are in memory (``folder`` is None). The first client that is asked makes
-      the keys.
+    - In simulations in one process, the keys are in memory (``folder`` is None). The keys are made when the server
+      first requests the public keys.
 
-    - In simulations in several processes, the first client that is asked writes the key file (``folder`` is set, and
-      ``create`` is True).
+    - In simulations in several processes, the first client whose public keys are requested writes the key file
+      (``folder`` is set, ``create`` is True).
 
     - In deployments, an operator puts the key file into the folder before the run (``folder`` is set, and ``create`` is
       False).
