@@ -123,8 +123,8 @@ with warnings.catch_warnings():
             """Read the data set into memory.
 
             Args:
-                seed: The seed for drawing the training samples (if ``limit`` is set), and the test samples (if the data
-                    set has no separate test set).
+                seed: The seed for the random choice of training samples (if ``limit`` is set) and of test samples (if
+                    the data set has no separate test set).
                 task: The task. If None, the targets determine the task; see ``task_of``.
 
             Raises:

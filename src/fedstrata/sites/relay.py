@@ -112,7 +112,7 @@ class SiteRelay:
     def keep(self, accepted: bool) -> None:
         """If the last client's reply is accepted, continue with this client's model.
 
-        Otherwise, continue with the model before this hop.
+        Otherwise, continue with the model from before this hop.
         """
         if not accepted or self._last is None:
             return

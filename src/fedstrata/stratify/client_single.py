@@ -126,7 +126,7 @@ class FusedSteps:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Keep the last task for training, or drop the task if its reply was refused."""
+        """Keep the latest task for training, or drop it if its reply was refused."""
         if accepted and self._last is not None:
             part, reply, self._round = self._last
             self._parts.append(part)
