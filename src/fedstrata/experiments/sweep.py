@@ -1,4 +1,4 @@
-"""Run all combinations (cells) of several settings' values, and find the best cell on validation samples."""
+"""Run all combinations (cells) of the values of several settings, and find the best cell on validation samples."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def verdict(result: Sweep) -> str:
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec with a table ``[compare.LABEL]`` per experiment. The tables contain the sections that differ."""
+    """Return a spec with a table ``[compare.LABEL]`` per experiment, for the sections in which experiments differ."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

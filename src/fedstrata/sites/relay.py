@@ -18,7 +18,7 @@ from fedstrata.sites.wire import Failed, Fetch, Hop, HopCommit, Hopped, RelayEnd
 
 
 class ClientRaisedError(FedstrataError):
-    """An error at the server for an exception that a client raised at its site."""
+    """Represents, at the server, an exception that a client raised at its site."""
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
