@@ -53,7 +53,7 @@ class _Hop:
 class SiteRelay:
     """A ``RelaySession`` in which the model goes directly from site to site.
 
-    Each task from the server contains the name of the site that has the model. A site keeps its last model until the
+    Each task from the server contains the name of the site that has the model. A site keeps its latest model until the
     relay is over. If a site fails, the run can therefore continue with the previous site's model.
 
     Args:

@@ -103,7 +103,7 @@ class FusedSteps:
 
     Args:
         context: The context that the clients share.
-        weights: The model before the relay.
+        weights: The model with which the relay begins.
     """
 
     def __init__(self, context: ClientContext, weights: Weights) -> None:
