@@ -33,7 +33,7 @@ class GraphState:
 
     Args:
         labels: The clients' label counts.
-        times: For each client k in ``labels.known``, the number v_k of times that it was chosen, int64.
+        times: How often each client k in ``labels.known`` was chosen (v_k), int64.
     """
 
     labels: LabelCounts

@@ -110,9 +110,9 @@ class SiteRelay:
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """If the last client's reply is accepted, continue with this client's model.
+        """If the reply to the latest hop is accepted, continue with the model of this hop.
 
-        Otherwise, continue with the model from before this hop.
+        Otherwise, continue with the model from before the hop.
         """
         if not accepted or self._last is None:
             return

@@ -79,7 +79,7 @@ class Keys:
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
-        """Write the keys to a file in ``folder`` that only the file's owner may read, and return the file's path.
+        """Write the keys to a file in ``folder``, readable only by the owner of the file, and return its path.
 
         Raises:
             DataError: The folder already contains a key file.
