@@ -123,8 +123,8 @@ with warnings.catch_warnings():
             """Read the data set into memory.
 
             Args:
-                seed: The seed for drawing the training samples (if ``limit`` is set), and the test samples (if the data
-                    set has no separate test set).
+                seed: The seed for the random choice of training samples (if ``limit`` is set) and of test samples (if
+                    the data set has no separate test set).
                 task: The task. If None, the targets determine the task; see ``task_of``.
 
             Raises:
@@ -166,7 +166,7 @@ with warnings.catch_warnings():
             """Return the shift and scale that the spec sets; None if the spec does not set them.
 
             Raises:
-                SpecError: The spec does not set exactly one number for each channel or feature.
+                SpecError: The number of values is not the number of channels or features.
             """
             if self.shift is None or self.scale is None:
                 return None
@@ -326,7 +326,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     Args:
         path: The path of the file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
-            ``x_train.NAME`` for each of several inputs. The result contains them as one mapping.
+            ``x_train.NAME`` for each of several inputs. The result contains these arrays as one mapping.
         optional: The names of further arrays, which are read if the file contains them.
 
     Raises:

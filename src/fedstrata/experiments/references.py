@@ -63,9 +63,9 @@ def reference_runs(
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
     The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
-    round, this run computes as many per-sample gradients as all invited clients of an average federated round together.
-    In the reference ``local``, every client with samples trains in every round of its run ``client-K``. All other
-    settings, such as the learning rate, come from the first experiment.
+    round, this run computes as many per-sample gradients as all invited clients together in an average federated round.
+    The reference ``local`` has a run ``client-K`` for each client with samples. This client trains in every round. All
+    other settings, such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.
@@ -122,8 +122,8 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     """Combine the runs of a reference into one run folder, as if the reference were a method.
 
     Numbers of samples, of seconds and of clients are summed over the runs, and communication is 0. Most other numbers
-    are averaged. The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the
-    minimum of the accuracy over the clients.
+    are means over the runs. The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation
+    and the minimum of the accuracy over the clients.
 
     Args:
         name: The name of the reference.

@@ -1,4 +1,4 @@
-"""Run all combinations (cells) of several settings' values, and find the best cell on validation samples."""
+"""Run all combinations (cells) of the values of several settings, and find the best cell on validation samples."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the tables of ``to_markdown`` for a terminal.
+    """Return the same tables as ``to_markdown``, but laid out for a terminal.
 
     If ``every`` is true, even a narrow terminal shows all columns.
     """
@@ -307,7 +307,7 @@ def verdict(result: Sweep) -> str:
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec with a table ``[compare.LABEL]`` per experiment. The tables contain the sections that differ."""
+    """Return a spec with a table ``[compare.LABEL]`` per experiment, for the sections in which experiments differ."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

@@ -95,7 +95,7 @@ class HeadTuning(Setting):
     ) -> tuple[Params, float]:
         """Train the head on features, and return its parameters and the loss before the last step.
 
-        The weights must be loaded into the model.
+        Call this method while ``weights`` are loaded into ``config.model``.
 
         Args:
             config: The federation's settings.

@@ -39,8 +39,8 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
     """Return the bias of FedSSAR's mean update, divided by the norm of the mean update of all N clients.
 
     We assume that all updates have the same norm, that clients of one cluster have equal updates, and that updates of
-    different clusters are orthogonal. Of the m draws, m_h are from a cluster with N_h of the N clients. The cluster's
-    weight in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
+    different clusters are orthogonal. A cluster with N_h of the N clients gets m_h of the m draws. The cluster's weight
+    in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
 
     Args:
         sizes: Number of clients N_h in each cluster. The number of clusters is at most m.
@@ -212,7 +212,7 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Simulate Stratify's uniform selection of clients, and return how often each client uses a sample on average.
+    """Simulate Stratify's uniform selection of clients, and return which fraction of its samples each client uses.
 
     The simulation covers one epoch in which all samples have the same label. A client can be drawn until each of its
     samples has been used once.

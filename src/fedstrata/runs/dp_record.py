@@ -41,7 +41,7 @@ def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:
 
 
 def privacy_record(spec: Experiment, *, secret: bool, evaluates: bool) -> dict[str, Any]:
-    """Return the description of a run's privacy for the run folder; empty without ``privacy.dp``.
+    """Return the description of a run's privacy for the run folder. Without ``privacy.dp``, the description is empty.
 
     Args:
         spec: The experiment.

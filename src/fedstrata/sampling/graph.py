@@ -1,4 +1,4 @@
-"""Choose clients with FedGS's sampler: clients that are far apart in a graph of label similarity (Wang et al. 2023)."""
+"""FedGS's sampler, which chooses clients that are far apart in a graph of label similarity (Wang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GraphState:
 
     Args:
         labels: The clients' label counts.
-        times: For each client k in ``labels.known``, the number v_k of times that it was chosen, int64.
+        times: How often each client k in ``labels.known`` was chosen (v_k), int64.
     """
 
     labels: LabelCounts
@@ -59,9 +59,9 @@ class Graph(ClientSampler):
     Args:
         alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which the sampler's graph connects two clients.
-        sigma: Constant σ²: an edge between two clients with similarity V has the length exp(−V² / σ²).
-        counted: Earlier participations of a client that are counted: its invitations (``invited``), as in the paper, or
-            its replies that the server used (``returned``).
+        sigma: Constant σ² of edge lengths. An edge between two clients with similarity V has the length exp(−V² / σ²).
+        counted: Which events count as participation in earlier rounds. ``invited``: invitations, as in the paper.
+            ``returned``: replies that the server used.
     """
 
     tells_sizes = True

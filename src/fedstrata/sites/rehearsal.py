@@ -52,7 +52,7 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Run a deployment's experiment in this process, on the deployment's data files and with the same result.
+    """Run a deployment's experiment in this process. The data files and the result are the same as in the deployment.
 
     Args:
         spec: The experiment.

@@ -18,7 +18,7 @@ from fedstrata.sites.wire import Failed, Fetch, Hop, HopCommit, Hopped, RelayEnd
 
 
 class ClientRaisedError(FedstrataError):
-    """An error at the server for an exception that a client raised at its site."""
+    """Represents, at the server, an exception that a client raised at its site."""
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
@@ -53,7 +53,7 @@ class _Hop:
 class SiteRelay:
     """A ``RelaySession`` in which the model goes directly from site to site.
 
-    Each task from the server contains the name of the site that has the model. A site keeps its last model until the
+    Each task from the server contains the name of the site that has the model. A site keeps its latest model until the
     relay is over. If a site fails, the run can therefore continue with the previous site's model.
 
     Args:
@@ -110,9 +110,9 @@ class SiteRelay:
         return self._messenger.ask(site, body, Hopped, Unmoved)
 
     def keep(self, accepted: bool) -> None:
-        """If the last client's reply is accepted, continue with this client's model.
+        """If the reply to the latest hop is accepted, continue with the model of this hop.
 
-        Otherwise, continue with the model before this hop.
+        Otherwise, continue with the model from before the hop.
         """
         if not accepted or self._last is None:
             return

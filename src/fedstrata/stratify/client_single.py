@@ -103,7 +103,7 @@ class FusedSteps:
 
     Args:
         context: The context that the clients share.
-        weights: The model before the relay.
+        weights: The model with which the relay begins.
     """
 
     def __init__(self, context: ClientContext, weights: Weights) -> None:
@@ -126,7 +126,7 @@ class FusedSteps:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Keep the last task for training, or drop the task if its reply was refused."""
+        """Keep the latest task for training, or drop it if its reply was refused."""
         if accepted and self._last is not None:
             part, reply, self._round = self._last
             self._parts.append(part)
@@ -137,7 +137,7 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Take the remaining steps, and return the model and, for each task, a failure or a reply with the loss."""
+        """Take the remaining steps. Return the model, and a reply with the loss (or a failure) for each task."""
         self._flush()
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
         return self._stepper.weights() if moved else self._like, self._done

@@ -32,7 +32,7 @@ class Regression(Task):
     Args:
         loss: Loss for standardised targets. ``mse``: squared error. ``mae``: absolute error. ``huber``: quadratic for
             errors up to 1, then linear.
-        bins: Number of strata. Stratify and partitions by label use the strata instead of classes. A stratum is a range
+        bins: Number of strata. For Stratify and for partitions by label, strata replace classes. A stratum is a range
             of the first target; all strata have equally many training samples.
         edges: Boundaries between strata, in ascending order and in the unit of the target. Set either ``edges`` or
             ``bins``.

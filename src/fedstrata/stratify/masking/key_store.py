@@ -79,7 +79,7 @@ class Keys:
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
-        """Write the keys to a file in ``folder`` that only the file's owner may read, and return the file's path.
+        """Write the keys to a file in ``folder``, readable only by the owner of the file, and return its path.
 
         Raises:
             DataError: The folder already contains a key file.
@@ -131,11 +131,11 @@ class KeyRing:
 
     The keys come from one of three places:
 
-    - In simulations in one process, the keys are in memory (``folder`` is None). The first client that is asked makes
-      the keys.
+    - In simulations in one process, the keys are in memory (``folder`` is None). The keys are made when the server
+      first requests the public keys.
 
-    - In simulations in several processes, the first client that is asked writes the key file (``folder`` is set, and
-      ``create`` is True).
+    - In simulations in several processes, the first client whose public keys are requested writes the key file
+      (``folder`` is set, ``create`` is True).
 
     - In deployments, an operator puts the key file into the folder before the run (``folder`` is set, and ``create`` is
       False).
