@@ -323,7 +323,7 @@ class Schema(Setting):
             classes: True if labels are classes; False if labels are numbers.
 
         Raises:
-            SpecError: The spec does not list the classes, a feature, or the categories of a feature.
+            SpecError: The spec lacks the classes, the description of a feature, or a feature's categories.
         """
         if classes:
             self.refuse_target()

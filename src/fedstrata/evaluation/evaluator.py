@@ -62,7 +62,7 @@ class Evaluator:
         clients: The number N of clients.
         batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of the running
             statistics.
-        remote: Whether the clients' samples are at real sites.
+        remote: Whether the clients are real sites, which evaluate models on their own samples.
     """
 
     settings: Evaluation

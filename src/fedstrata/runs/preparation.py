@@ -245,7 +245,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
 
 
 def refuse_attack(spec: Experiment) -> None:
-    """Raise an error for attacks in a deployment, in which the sites' replies must not be changed.
+    """Raise an error if the spec of a deployment contains an attack. Attacks are possible only in simulations.
 
     Raises:
         SpecError: The spec has a section ``attack``.

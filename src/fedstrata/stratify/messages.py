@@ -113,8 +113,8 @@ class GatheredReply(ReserveReply):
     Args:
         batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
             ``missing`` is True for an entry, ignore the batch.
-        held: True for each entry for which the client holds a sample back, because the client has too few samples for
-            any batch. In this case, ``missing`` is also True, and the sample stays unused.
+        held: True for each entry for which the client holds a sample back, because each batch would contain too few of
+            the client's samples. In this case, ``missing`` is also True, and the sample stays unused.
     """
 
     batches: Tensor
@@ -132,8 +132,8 @@ class Reserve(Request):
         refill: The placeholders of the labels for which all samples may be used again from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
-        window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
-            The samples are sorted by their time of arrival.
+        window: For each label, the range of samples that the client may use: two fractions (from, to) in [0, 1]. The
+            samples are sorted by their time of arrival.
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
@@ -293,7 +293,7 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """A request to take one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
+    """A request to take one SGD step for each label in a list, on one sample of this label (Stratify, Algorithm 3).
 
     The client takes the steps on the model that travels from client to client.
 
@@ -303,7 +303,7 @@ class Steps(Request):
         refill: The placeholders of the labels for which all samples may be used again from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then forgets which samples it drew in an
             earlier, interrupted attempt at this epoch.
-        window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.
+        window: For each label, the range (from, to) of samples that the client may use; see ``Reserve``.
     """
 
     reply_type: ClassVar[type[Reply]] = StepsReply

@@ -34,7 +34,7 @@ class GradientForm(ModelForm):
     Args:
         config: The settings that server and clients share.
         batch_size: Number of samples in a batch.
-        steps: Number of local steps whose gradients are added up, each in the range ``privacy.range``.
+        steps: Number of local steps whose gradients are added up. Each gradient is in the range ``privacy.range``.
     """
 
     def __init__(self, config: FederationConfig, batch_size: int, steps: int) -> None:
