@@ -3,8 +3,8 @@
 A prototype is the mean feature vector of a client's images of one class. All attacks have the same targets: the
 prototypes that a client sent and, for comparison, controls. A control is the feature vector of one of the client's
 images, or the mean over a few of these images. Clients do not send controls. If an attack reconstructs an image from a
-control but not from the prototype, averaging hides the image. If the attack fails for both control and prototype, the
-attack is too weak for a conclusion.
+control but not from the prototype, averaging hides the image. If the attack reconstructs an image from neither of them,
+the attack is too weak for a conclusion.
 """
 
 from __future__ import annotations

@@ -494,8 +494,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The table to read.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
-        first: The index of the table's first client among all clients of the federation. A site that has only some of
-            the clients needs this index, to hold out the same rows as a simulation of all clients.
+        first: The index of the table's first client among all clients of the federation. With this index, a site that
+            has only some of the clients holds out the same rows as a simulation of all clients.
         task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:

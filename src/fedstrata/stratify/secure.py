@@ -1,4 +1,4 @@
-"""Train batches of Stratify so that the server learns only the sum of the clients' gradients (``privacy.sums``)."""
+"""Train with Stratify so that the server learns only the sum of the clients' gradients (``privacy.sums``)."""
 
 from __future__ import annotations
 

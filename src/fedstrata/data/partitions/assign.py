@@ -135,7 +135,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator that chooses each client's samples, and the clients with an additional sample.
+        rng: The random generator that chooses each client's samples, and who gets one more if the split is not even.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
@@ -159,7 +159,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
 def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> Ints:
     """Move as few samples as possible, so that every client has at least ``least`` samples.
 
-    Each sample is taken from the client that has the most samples at that time.
+    Each sample is taken from the client that has the most samples left.
 
     Args:
         owner: The owner of every sample, as an array of shape (samples,). There must be at least ``clients`` ·
