@@ -145,7 +145,7 @@ def audit_prototypes(
     Args:
         run: The run folder.
         clients: The maximum number of clients to attack. The clients are drawn from all clients that sent prototypes
-            since the run's second-to-last checkpoint.
+            between the run's last two checkpoints.
         steps: The number of optimisation steps per attack.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client has

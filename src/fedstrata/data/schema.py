@@ -459,7 +459,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
         schema: A completed schema.
 
     Raises:
-        DataError: A cell does not match the schema, or a value is missing but its column has no rule for missing
+        DataError: A cell does not match the schema, or a value is missing in a column without a rule for missing
             values. The error message contains the file, the line and the column.
         SpecError: The table lacks a column.
     """
@@ -551,8 +551,8 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     Args:
         table: The table to read.
         schema: The schema of the table.
-        strict: Whether to raise an error for a cell that is not a finite number in the column's range. If false, the
-            range is not checked, and the function returns None if a cell is not a finite number.
+        strict: If true, every cell must be a finite number in the column's range. If false, the range is not checked,
+            and the function returns None if a cell is not a finite number.
 
     Raises:
         DataError: A cell is missing or, if ``strict`` is set, is not a finite number in the column's range.

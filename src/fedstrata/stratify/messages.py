@@ -1,7 +1,7 @@
 """Requests of Stratify to reserve samples, compute gradients and take SGD steps, and the replies to these requests.
 
-The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
-a client trains on one sample of the entry's label. A *placeholder* is a number that stands for a label, so that the
+The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule: one
+client trains on one sample of the entry's label. A *placeholder* is a number that stands for a label, so that the
 server does not need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
 """
 
@@ -268,7 +268,7 @@ class LabelWeightedGradient(Gradient):
     """A request for the gradient of a weighted sum of losses, in which a sample's weight depends on its label.
 
     Args:
-        factors: The weight of the label of each placeholder 0 … C − 1, shape (C,), float32.
+        factors: The weight of each label, in the order of the placeholders 0 … C − 1, shape (C,), float32.
     """
 
     factors: Tensor = field(default_factory=lambda: torch.ones(0))
@@ -276,7 +276,7 @@ class LabelWeightedGradient(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The reply to ``Steps``: the labels without an unused sample, and the summed loss of the samples used in training.
+    """The reply to ``Steps``: the labels on which the client could not train, and the sum of the samples' losses.
 
     Args:
         missing: True for each requested label on which the client did not train, because it had no unused sample of the
