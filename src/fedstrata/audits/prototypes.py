@@ -267,7 +267,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Compare a reconstruction with the target's images, with the mean of these images, and with ``target.unseen``."""
+    """Compare a reconstruction with the target's images, the mean of these images, and the images in ``unseen``."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

@@ -393,7 +393,7 @@ class Table:
         source: The name of the file or data frame, for error messages.
         columns: A mapping from column names to cells: strings, numbers or booleans, or None for a missing
             value.
-        lines: The line of the file on which each row begins; None if the source is not a text file.
+        lines: For each row, the number of its first line in the file; None if the source is not a text file.
     """
 
     source: str
@@ -404,7 +404,7 @@ class Table:
         return len(next(iter(self.columns.values()), ()))
 
     def require(self, column: str, key: str) -> None:
-        """Raise ``SpecError`` for ``key`` if the table lacks the column."""
+        """Raise ``SpecError`` if the table lacks the column that is the value of ``key``."""
         if column not in self.columns:
             accepted = f"{nearest(column, self.columns)} Use one of: {_listed(self.columns)}."
             for other in ";\t|":
