@@ -265,7 +265,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return a copy of the schema with the settings of every feature column of the table, such as its categories.
+        """Return a copy of the schema that contains all settings (such as categories) of the table's feature columns.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.

@@ -142,7 +142,7 @@ def request_certificate(name: str, folder: Path) -> Path:
         The file of the request.
 
     Raises:
-        SpecError: The folder already contains a private key, which is never overwritten.
+        SpecError: The folder already contains a private key. Private keys are never overwritten.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import rsa

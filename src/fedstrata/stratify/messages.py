@@ -52,8 +52,8 @@ class Epoch(Order):
     def refusal(self, request: Any) -> str:
         """Return the reason why a request is refused; an empty string if the request is accepted.
 
-        The client refuses malformed requests, and batches that have no reserved samples, were already used or come in
-        the wrong order.
+        The client refuses malformed requests. It also refuses requests for batches that have no reserved samples, were
+        already used, or come in the wrong order.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
@@ -112,7 +112,7 @@ class GatheredReply(ReserveReply):
 
     Args:
         batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
-            ``missing`` is True for an entry, ignore the batch.
+            ``missing`` is True for an entry, its batch has no meaning.
         held: True for each entry for which the client holds a sample back, because each batch would contain too few of
             the client's samples. In this case, ``missing`` is also True, and the sample stays unused.
     """

@@ -29,7 +29,7 @@ from fedstrata.stratify.messages import Gradient, GradientReply, WeightedGradien
 
 
 class GradientForm(ModelForm):
-    """Encodes replies to ``Gradient`` for secure sums, as mean gradients, each weighted by the number of samples.
+    """Encodes each reply to ``Gradient`` for secure sums, as a mean gradient whose weight is the number of samples.
 
     Args:
         config: The settings that server and clients share.
