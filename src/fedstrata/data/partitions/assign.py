@@ -62,7 +62,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
     """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
     All clients draw their classes simultaneously. If a class is drawn more often than it has samples, the excess draws
-    (chosen at random) are drawn again. Only classes that still have samples can then be drawn.
+    (chosen at random) are repeated. Only classes that still have samples can then be drawn.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
