@@ -3,8 +3,8 @@
 A prototype is the mean feature vector of a client's images of one class. All attacks have the same targets: the
 prototypes that a client sent and, for comparison, controls. A control is the feature vector of one of the client's
 images, or the mean over a few of these images. Clients do not send controls. If an attack reconstructs an image from a
-control but not from the prototype, averaging hides the image. If the attack fails for both control and prototype, the
-attack is too weak for a conclusion.
+control but not from the prototype, averaging hides the image. If the attack reconstructs an image from neither of them,
+the attack is too weak for a conclusion.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Target:
     Args:
         client: The id of the client.
         label: The class of the images.
-        size: The number of images over which the feature is averaged.
+        size: The number of images whose mean feature vector is ``feature``.
         sent: Whether the feature is a prototype that the client sent. Otherwise, the feature is a control.
         feature: The feature h, shape (d,).
         own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).
@@ -145,7 +145,7 @@ def audit_prototypes(
     Args:
         run: The run folder.
         clients: The maximum number of clients to attack. The clients are drawn from all clients that sent prototypes
-            since the run's second-to-last checkpoint.
+            between the run's last two checkpoints.
         steps: The number of optimisation steps per attack.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client has
@@ -267,7 +267,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Compare a reconstruction with the target's images, with the mean of these images, and with ``target.unseen``."""
+    """Compare a reconstruction with the target's images, the mean of these images, and the images in ``unseen``."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

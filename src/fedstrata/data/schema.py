@@ -265,7 +265,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return a copy of the schema with the settings of every feature column of the table, such as its categories.
+        """Return a copy of the schema that contains all settings (such as categories) of the table's feature columns.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -323,7 +323,7 @@ class Schema(Setting):
             classes: True if labels are classes; False if labels are numbers.
 
         Raises:
-            SpecError: The spec does not list the classes, a feature, or the categories of a feature.
+            SpecError: The spec lacks the classes, the description of a feature, or a feature's categories.
         """
         if classes:
             self.refuse_target()
@@ -393,7 +393,7 @@ class Table:
         source: The name of the file or data frame, for error messages.
         columns: A mapping from column names to cells: strings, numbers or booleans, or None for a missing
             value.
-        lines: The line of the file on which each row begins; None if the source is not a text file.
+        lines: For each row, the number of its first line in the file; None if the source is not a text file.
     """
 
     source: str
@@ -404,7 +404,7 @@ class Table:
         return len(next(iter(self.columns.values()), ()))
 
     def require(self, column: str, key: str) -> None:
-        """Raise ``SpecError`` for ``key`` if the table lacks the column."""
+        """Raise ``SpecError`` if the table lacks the column that is the value of ``key``."""
         if column not in self.columns:
             accepted = f"{nearest(column, self.columns)} Use one of: {_listed(self.columns)}."
             for other in ";\t|":
@@ -459,7 +459,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
         schema: A completed schema.
 
     Raises:
-        DataError: A cell does not match the schema, or a value is missing but its column has no rule for missing
+        DataError: A cell does not match the schema, or a value is missing in a column without a rule for missing
             values. The error message contains the file, the line and the column.
         SpecError: The table lacks a column.
     """
@@ -494,8 +494,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The table to read.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
-        first: The index of the table's first client among all clients of the federation. A site that has only some of
-            the clients needs this index, to hold out the same rows as a simulation of all clients.
+        first: The index of the table's first client among all clients of the federation. With this index, a site that
+            has only some of the clients holds out the same rows as a simulation of all clients.
         task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:
@@ -551,8 +551,8 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     Args:
         table: The table to read.
         schema: The schema of the table.
-        strict: Whether to raise an error for a cell that is not a finite number in the column's range. If false, the
-            range is not checked, and the function returns None if a cell is not a finite number.
+        strict: If true, every cell must be a finite number in the column's range. If false, the range is not checked,
+            and the function returns None if a cell is not a finite number.
 
     Raises:
         DataError: A cell is missing or, if ``strict`` is set, is not a finite number in the column's range.

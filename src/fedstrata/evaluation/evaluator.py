@@ -32,7 +32,7 @@ class Score:
 
     Args:
         loss: Mean cross-entropy on the test set, in nats.
-        accuracy: Fraction of test samples for which the label has the largest logit (top-1), in [0, 1].
+        accuracy: Fraction of test samples for which the true class has the largest logit (top-1), in [0, 1].
         per_class: The accuracy on the test samples of each class; None for a class without test samples.
         confusion: The confusion matrix, an array of shape (C, C). Rows are true classes, and columns are predicted
             classes.
@@ -62,7 +62,7 @@ class Evaluator:
         clients: The number N of clients.
         batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of the running
             statistics.
-        remote: Whether the clients' samples are at real sites.
+        remote: Whether the clients are real sites, which evaluate models on their own samples.
     """
 
     settings: Evaluation
@@ -80,7 +80,7 @@ class Evaluator:
             weights: The global model.
             round: The round after which the model is evaluated.
             ask: The function that sends a request to all clients.
-            unheard: The clients from which the server has not used a reply recently; see ``evaluation.unheard``.
+            unheard: The clients whose replies the server has not used recently; see ``evaluation.unheard``.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}
@@ -257,7 +257,7 @@ class Evaluator:
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
         """Summarise the metrics over all clients.
 
-        The key ``unheard`` contains a summary over the clients from which the server has not used a reply recently.
+        The key ``unheard`` contains a summary over the clients whose replies the server has not used recently.
         """
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)

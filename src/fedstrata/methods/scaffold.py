@@ -12,7 +12,7 @@ from fedstrata.objectives.scaffold import Scaffold
 class SCAFFOLD(Recipe):
     """FedAvg with control variates, which correct each local step. The server averages models with equal weights.
 
-    The control variate c_k estimates the gradient of client k, and c estimates the gradient of the whole federation.
+    The control variate c_k is an estimate of the gradient of client k, and c is an estimate for the whole federation.
     The client adds c − c_k to each gradient, so that its steps follow the federation's gradient.
     """
 

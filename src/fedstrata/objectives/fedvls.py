@@ -49,9 +49,9 @@ class Vacant(Distilled):
       do not belong to class c. The suppression lowers a sample's logits of all classes except the sample's class.
 
     - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares two softmaxes over the vacant
-      classes only: p̂ of the global model's logits, and q̂ of the client's logits.
+      classes only: p̂ is computed from the global model's logits, and q̂ from the client's logits.
 
-    L_dis is 0 if a client lacks fewer than two classes. Without dropout layers and BatchNorm, a client with one class
+    L_dis is 0 if a client has at most one vacant class. Without dropout layers and BatchNorm, a client with one class
     learns nothing: the gradients of all three terms are zero at the global model. In the authors' code, the mean in
     L_sup includes samples of class c, and vacant classes have the prior 10⁻⁹ in L_cal.
 

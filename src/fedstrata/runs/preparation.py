@@ -136,7 +136,7 @@ def assemble(
         sizes_known: Whether ``assignment`` contains the samples of all clients. False in a deployment, in which sites
             keep their data.
         validation: The indices of training samples that were held out before the partition.
-        brought: Each client's own test samples, if the site or the data set already has test samples for each client.
+        brought: Each client's own test samples, if the site's data or the data set contain such samples.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
             samples; None if both are unknown.
 
@@ -245,7 +245,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
 
 
 def refuse_attack(spec: Experiment) -> None:
-    """Raise an error for attacks in a deployment, in which the sites' replies must not be changed.
+    """Raise an error if the spec of a deployment contains an attack. Attacks are possible only in simulations.
 
     Raises:
         SpecError: The spec has a section ``attack``.

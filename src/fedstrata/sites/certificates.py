@@ -142,7 +142,7 @@ def request_certificate(name: str, folder: Path) -> Path:
         The file of the request.
 
     Raises:
-        SpecError: The folder already contains a private key, which is never overwritten.
+        SpecError: The folder already contains a private key. Private keys are never overwritten.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import rsa
@@ -172,8 +172,8 @@ def requested_keys(folder: Path, names: Iterable[str]) -> dict[str, RSAPublicKey
         names: The names of the sites.
 
     Raises:
-        SpecError: A request is missing, damaged or from another site, or its key is not an RSA key with at least
-            ``KEY_BITS`` bits.
+        SpecError: A request is missing, damaged or from another site, or the key in a request is not an RSA key with
+            at least ``KEY_BITS`` bits.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey

@@ -1,7 +1,7 @@
 """Requests of Stratify to reserve samples, compute gradients and take SGD steps, and the replies to these requests.
 
-The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
-a client trains on one sample of the entry's label. A *placeholder* is a number that stands for a label, so that the
+The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule: one
+client trains on one sample of the entry's label. A *placeholder* is a number that stands for a label, so that the
 server does not need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
 """
 
@@ -52,8 +52,8 @@ class Epoch(Order):
     def refusal(self, request: Any) -> str:
         """Return the reason why a request is refused; an empty string if the request is accepted.
 
-        The client refuses malformed requests, and batches that have no reserved samples, were already used or come in
-        the wrong order.
+        The client refuses malformed requests. It also refuses requests for batches that have no reserved samples, were
+        already used, or come in the wrong order.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
@@ -112,9 +112,9 @@ class GatheredReply(ReserveReply):
 
     Args:
         batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
-            ``missing`` is True for an entry, ignore the batch.
-        held: True for each entry for which the client holds a sample back, because the client has too few samples for
-            any batch. In this case, ``missing`` is also True, and the sample stays unused.
+            ``missing`` is True for an entry, its batch has no meaning.
+        held: True for each entry for which the client holds a sample back, because each batch would contain too few of
+            the client's samples. In this case, ``missing`` is also True, and the sample stays unused.
     """
 
     batches: Tensor
@@ -129,11 +129,11 @@ class Reserve(Request):
         round: The epoch, counted from 1.
         batches: The index of the batch for each sample to reserve, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
-        refill: The placeholders of the labels for which all samples may be used again from this request on, int64.
+        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
-        window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
-            The samples are sorted by their time of arrival.
+        window: For each label, the range of samples that the client may use: two fractions (from, to) in [0, 1]. The
+            samples are sorted by their time of arrival.
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
@@ -193,7 +193,7 @@ class GradientReply(Reply):
 
     @property
     def size(self) -> float:
-        """The number by which the server divides the summed gradient before the server's step."""
+        """The number by which the server divides the summed gradient before it takes a step."""
         return self.samples
 
 
@@ -256,7 +256,7 @@ class GradientSteps(Gradient):
 
     Args:
         steps: The number of steps, at least 2.
-        lr: The learning rate of the server's step, and of the clients' local steps.
+        lr: The learning rate, both of the server's step and of the clients' local steps.
     """
 
     steps: int = 2
@@ -268,7 +268,7 @@ class LabelWeightedGradient(Gradient):
     """A request for the gradient of a weighted sum of losses, in which a sample's weight depends on its label.
 
     Args:
-        factors: The weight of the label of each placeholder 0 … C − 1, shape (C,), float32.
+        factors: The weight of each label, in the order of the placeholders 0 … C − 1, shape (C,), float32.
     """
 
     factors: Tensor = field(default_factory=lambda: torch.ones(0))
@@ -276,7 +276,7 @@ class LabelWeightedGradient(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The reply to ``Steps``: the labels without an unused sample, and the summed loss of the samples used in training.
+    """The reply to ``Steps``: the labels on which the client could not train, and the sum of the samples' losses.
 
     Args:
         missing: True for each requested label on which the client did not train, because it had no unused sample of the
@@ -293,17 +293,17 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """A request to take one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
+    """A request to take one SGD step for each label in a list, on one sample of this label (Stratify, Algorithm 3).
 
     The client takes the steps on the model that travels from client to client.
 
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of the labels for which all samples may be used again from this request on, int64.
+        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then forgets which samples it drew in an
             earlier, interrupted attempt at this epoch.
-        window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.
+        window: For each label, the range (from, to) of samples that the client may use; see ``Reserve``.
     """
 
     reply_type: ClassVar[type[Reply]] = StepsReply

@@ -1,4 +1,4 @@
-"""Train batches of Stratify so that the server learns only the sum of the clients' gradients (``privacy.sums``)."""
+"""Train with Stratify so that the server learns only the sum of the clients' gradients (``privacy.sums``)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fedstrata.stratify.messages import Gradient, GradientReply, WeightedGradien
 
 
 class GradientForm(ModelForm):
-    """Encodes replies to ``Gradient`` for secure sums, as mean gradients, each weighted by the number of samples.
+    """Encodes each reply to ``Gradient`` for secure sums, as a mean gradient whose weight is the number of samples.
 
     Args:
         config: The settings that server and clients share.
         batch_size: Number of samples in a batch.
-        steps: Number of local steps whose gradients are added up, each in the range ``privacy.range``.
+        steps: Number of local steps whose gradients are added up. Each gradient is in the range ``privacy.range``.
     """
 
     def __init__(self, config: FederationConfig, batch_size: int, steps: int) -> None:

@@ -61,8 +61,8 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
     """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
-    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, the excess
-    draws, chosen at random, are repeated in another pass, among the classes that still have samples.
+    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, the excess draws
+    (chosen at random) are repeated. Only classes that still have samples can then be drawn.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
@@ -135,7 +135,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator that chooses each client's samples, and the clients with an additional sample.
+        rng: The random generator that chooses each client's samples, and the clients that get one sample more.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
@@ -159,7 +159,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
 def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> Ints:
     """Move as few samples as possible, so that every client has at least ``least`` samples.
 
-    Each sample is taken from the client that has the most samples at that time.
+    Each sample is taken from the client that has the most samples left.
 
     Args:
         owner: The owner of every sample, as an array of shape (samples,). There must be at least ``clients`` ·
@@ -184,9 +184,9 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 
 
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
-    """Return how many samples each client loses if samples are taken one by one from the largest client.
+    """Return how many samples each client loses if ``amount`` samples are taken from the largest clients.
 
-    In total, ``amount`` samples are taken, each from the client that has the most samples at that time.
+    The samples are taken one after another, always from the client that has the most samples left.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]

@@ -34,8 +34,8 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     """Write a picture that shows each client's number of samples, in total and for each label.
 
     For up to 100 clients and 50 labels, the picture has a bubble per client and label. The bubble's area is
-    proportional to the number of samples. With more clients or labels, the picture is a heat map of at most 1,000
-    clients, sorted by their most frequent label.
+    proportional to the number of samples. Otherwise, the picture is a heat map of at most 1,000 clients, sorted by
+    their most frequent label.
 
     Args:
         assignment: The division of the samples among the clients.
@@ -126,8 +126,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. With more labels, the table has
-        two columns instead: each client's number of labels, and the percentage of its most frequent label.
+        The table. For up to 12 labels, the table has a column per label. With more labels, two columns show how many
+        labels each client has, and what percentage of its samples has the client's most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]
