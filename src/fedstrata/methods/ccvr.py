@@ -124,8 +124,8 @@ class CCVR(Recipe, HeadTuning):
 def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the mean and the covariance of each class's features, over the samples of all clients.
 
-    For N features z of a class, the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). With a
-    single sample, the covariance is 0.
+    For N feature vectors z of a class, the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1).
+    With a single sample, the covariance is 0.
 
     Args:
         replies: The replies of the clients.

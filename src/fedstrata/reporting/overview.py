@@ -1,4 +1,4 @@
-"""Prepare the first screen of the report: cards with the best methods, and a table with a plot of differences."""
+"""Prepare the report's first screen: cards of the best methods, and a table that includes a plot of differences."""
 
 from __future__ import annotations
 

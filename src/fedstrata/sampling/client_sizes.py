@@ -239,7 +239,7 @@ def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -
 
 
 def unbiased_total(total: int, clients: int, bound: int, alpha: float) -> float:
-    """Return the estimate of ``estimated_total_of_sum`` without its minimum of 1. The result can be negative."""
+    """Return ``estimated_total_of_sum`` before its lower limit of 1 is applied. The result can be negative."""
     return (total - (1 - alpha) * bound * clients / 2) / alpha
 
 
@@ -292,7 +292,7 @@ class FedSTaSData(DataSampler):
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
-        fraction: Mean fraction of the participants' samples that a round uses.
+        fraction: Fraction of the participants' samples that a round uses on average.
         samples: Mean number n* of samples that a round uses. Default: computed from ``fraction``.
         epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples. A
             client spends ε per report. Default: clients report exact numbers.
@@ -331,7 +331,7 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their numbers of samples private: True with ``epsilon`` or ``share``."""
+        """Whether clients keep their numbers of samples private: True if ``epsilon`` or ``share`` is set."""
         return self.epsilon is not None or self.share is not None
 
     def check(self, config: FederationConfig) -> None:

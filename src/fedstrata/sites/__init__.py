@@ -1,4 +1,4 @@
-"""Run experiments with NVIDIA FLARE ("NVFlare") across sites, which are processes or organisations with clients' data.
+"""Run experiments with NVIDIA FLARE ("NVFlare") across sites (processes or organisations that hold clients' data).
 
 A run uses NVFlare's simulator (module ``simulator``), several machines (``provision``, ``submit``) or a single process
 (``rehearsal``). A trial of a deployment uses one machine (``local_deployment``). The modules ``engine``, ``directory``,

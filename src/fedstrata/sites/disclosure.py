@@ -49,7 +49,7 @@ class Declaration:
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain minima and maxima, which are values of individual samples.
         privacy: The spec's privacy settings, such as the minimum number of samples per reply.
-        targets: Whether the statistics also describe the labels, which some tasks require.
+        targets: Whether the statistics also describe the labels (some tasks require this).
         outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see
             ``outside_epsilon``.
     """

@@ -88,7 +88,7 @@ class LocalData:
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
         """Yield one batch per step of a round.
 
-        With ``training.accumulate``, a batch contains all mini-batches of its step.
+        With ``training.accumulate``, all mini-batches of a step form one batch.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
         equal size.
