@@ -67,7 +67,7 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 class UnusableDataError(DataError):
     """An error that a site raises if its data do not fit the spec.
 
-    The message discloses only why the data do not fit, so the site may send the message to the server.
+    The message contains only the reason why the data do not fit, so the site may send the message to the server.
     """
 
 

@@ -162,7 +162,7 @@ class KeepBest(_Best):
     """Stores the model of the best round as ``best.safetensors`` in the run folder.
 
     The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
-    so that test results are too optimistic.
+    and this makes test results too optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ class Reader:
         like: Tensors with the names, shapes and dtypes of an update.
         forms: The shapes and dtypes of an encoded update (payload).
         frame: The factors P of PowerSGD's product P Qᵀ if replies contain only Q; otherwise empty.
-        first: Whether the replies are terms of PowerSGD's first sum. Such terms cannot be decoded individually.
+        first: Whether the replies are summands of PowerSGD's first sum. Such summands cannot be decoded individually.
         method_check: The method's check of a decoded reply; None if there is no such check.
     """
 
