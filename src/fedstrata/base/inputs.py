@@ -1,4 +1,4 @@
-"""Handle the inputs of a model, which are one tensor or several named tensors, such as token ids and their mask."""
+"""Handle a model's inputs: one tensor, or several named tensors such as token ids and their mask."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
 
 
 def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -> float:
-    """Return the estimate of ``estimated_total``, computed from the sum of the replies and the number of clients."""
+    """Return the value of ``estimated_total``, computed from the sum of the replies and the number of clients."""
     return max(1.0, unbiased_total(total, clients, bound, alpha))
 
 
@@ -357,7 +357,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSAnswersState(0.0, 0, AnswersState.empty()) if self.reuse else FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask for unknown numbers of samples. Return the requested total, divided by the estimated total."""
+        """Ask for the numbers of samples not known yet. Return the requested total, divided by the estimated total."""
         if self.share is not None:
             return self.share, state, {"keep": self.share, **_expected(federation, self.share, clients)}
         known = state.answered if self.reuse else None

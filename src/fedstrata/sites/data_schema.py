@@ -81,8 +81,8 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         begin: The server's first message, which describes the run.
         data: The site's own data file; None if the site's settings do not name a file.
         keys: The keys that clients use to mask their labels.
-        tells: Whether the site also sends metrics on its own samples. In any case, the site sends sums, from which the
-            server computes the metrics over all sites.
+        tells: Whether the site also sends metrics measured on its own samples. In any case, the site sends sums, from
+            which the server computes the metrics over all sites.
 
     Raises:
         SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.
@@ -138,7 +138,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     Args:
         survey: The server's request for statistics.
         data: The site's own data file.
-        least: The policy's minimum number of samples for each value that leaves the site. The spec may require more.
+        least: The policy requires at least this many samples per value that leaves the site. The spec may require more.
 
     Raises:
         SpecError: The spec is wrong, or the data file is missing.

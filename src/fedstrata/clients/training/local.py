@@ -304,7 +304,7 @@ def _take_steps(
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
-    The result is None if the model is not a chain of linear layers or takes several inputs, or if the task's loss is
+    The result is None if the model takes several inputs or is not a chain of linear layers, or if the task's loss is
     not cross-entropy.
     """
     fits = context.config.task.plain and isinstance(context.data.x_train, Tensor)
