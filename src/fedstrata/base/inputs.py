@@ -35,7 +35,7 @@ def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """Concatenate inputs of the same names and shapes along the first axis."""
+    """Concatenate several inputs along the first axis. They have the same names and shapes."""
     named = [part for part in parts if not isinstance(part, Tensor)]
     if named:
         return {name: torch.cat([part[name] for part in named]) for name in named[0]}

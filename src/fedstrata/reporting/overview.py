@@ -34,7 +34,7 @@ Estimates = dict[str, Estimate]
 
 
 def display(key: str) -> tables.Measure:
-    """Return a measure's display settings in the report: accuracies in percent, other measures with up to 3 digits."""
+    """Return how the report displays a measure: accuracies in percent, other measures with up to 3 digits."""
     how = tables.measure(key)
     if how.factor == 1 and tables.metric_of(key).endswith("accuracy"):
         return replace(how, heading=f"{how.heading}, %", factor=100, digits=2)

@@ -223,8 +223,8 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
     """Estimate the total number of samples of m clients from their randomised replies (FedSTaS, Eq. 7).
 
     The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. Client k reports the number r_k, the probability
-    of a truthful reply is α (``alpha``), and M is ``bound``. Without the minimum of 1, the estimate is unbiased if each
-    client has between 1 and M − 1 samples. With strong noise, the minimum often applies and makes the estimate too
+    of a truthful reply is α (``alpha``), and M is ``bound``. Without this lower limit of 1, the estimate is unbiased if
+    each client has between 1 and M − 1 samples. With strong noise, the limit often applies and makes the estimate too
     large on average (``fedstrata.papers.calculations``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
@@ -302,7 +302,7 @@ class FedSTaSData(DataSampler):
             numbers of samples, and ``fraction`` and ``bound`` have no effect.
         estimates: Estimate of the participants' total number of samples. ``round``: from the replies of the current
             round, as in the paper. ``pooled``: the mean of all estimates up to the current round. Default: ``round``.
-        reuse: Whether each client reports its number of samples, and spends ε, only once. Default: false.
+        reuse: Whether each client reports its number of samples only once, and so spends ε only once. Default: false.
     """
 
     needs_replies = "asks each client for its number of samples, or hides this number"

@@ -258,7 +258,7 @@ def _assigned_to(client: int, size: int, clients: int) -> Assignment:
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare the server of an experiment on the sites' own data. The server does not have training samples.
+    """Prepare the server for an experiment on the sites' own data. The server does not have training samples.
 
     Args:
         spec: The experiment.

@@ -46,7 +46,7 @@ class Callback(Setting):
             object.__setattr__(self, name, value)
 
     def check(self, evaluation: Evaluation) -> None:
-        """Raise ``SpecError`` if the callback needs a metric or validation samples that ``evaluation`` lacks."""
+        """Raise ``SpecError`` if ``evaluation`` lacks a metric or validation samples that the callback needs."""
 
     def on_start(self, simulation: Simulation) -> None:
         """Prepare the callback. This method is called before the first round, and again when the run is resumed."""

@@ -44,7 +44,7 @@ class LocalData:
     Args:
         client: The client.
         chosen: Positions of the n chosen samples among the client's own samples, shape (n,).
-        device: The device on which batches are returned.
+        device: The device of the returned batches.
     """
 
     def __init__(self, client: Client, chosen: NDArray[np.int64], device: torch.device = CPU) -> None:
@@ -221,8 +221,8 @@ def train(
         data: The samples to train on.
         round: The round, counted from 1.
         message: The server's message to the objective.
-        objective: An objective without a state. Default: the run's objective, with the client's stored states of the
-            objective and of the optimiser.
+        objective: An objective without a state. Default: the run's objective, with the states that the client
+            stored for the objective and the optimiser.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
