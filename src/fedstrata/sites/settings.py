@@ -1,4 +1,4 @@
-"""Read the settings of the server and of each site, and describe an experiment for the server of a job."""
+"""Read the settings of the server and of each site, and describe the experiments of a job."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class LocalData:
         return self._size
 
     def weight(self) -> float:
-        """Return the sum of the samples' weights, such as the number of tokens."""
+        """Return the sum of the samples' weights: for example, the number of tokens."""
         return float(self._data.task.weights(self.y).sum())
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
@@ -90,8 +90,8 @@ class LocalData:
 
         With ``training.accumulate``, all mini-batches of a step form one batch.
 
-        Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
-        equal size.
+        Each epoch uses the samples in a new random order. With ``training.local_steps``, there are exactly
+        ``local_steps`` batches of equal size.
 
         Args:
             training: The settings of local training, such as the batch size and the number of epochs.

@@ -45,7 +45,7 @@ class CompressionState:
 
     Args:
         exchange: Id of the latest exchange of requests and replies.
-        version: The latest version of the model that clients get; −1 before the first version.
+        version: The number of the latest model version that clients get; −1 before the first version.
         digest: The digest of the latest version.
         params: The parameters of the latest version, which differ from the server's model by the error of the codec.
         changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
