@@ -1,4 +1,4 @@
-"""Handle the inputs of a model, which are one tensor or several named tensors, such as token ids and their mask."""
+"""Handle a model's inputs: one tensor, or several named tensors such as token ids and their mask."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """Concatenate inputs of the same names and shapes along the first axis."""
+    """Concatenate several inputs along the first axis. They have the same names and shapes."""
     named = [part for part in parts if not isinstance(part, Tensor)]
     if named:
         return {name: torch.cat([part[name] for part in named]) for name in named[0]}

@@ -38,7 +38,7 @@ class CCVR(Recipe, HeadTuning):
     All clients send the moments of their features z: for each class c, the number of samples n_k(c), Σ z and Σ z zᵀ.
     From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of class c. The
     server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c), and trains the head on these
-    features. All other layers do not change, and later rounds start from the uncalibrated model. If no client has
+    features. The other layers do not change, and later rounds start from the uncalibrated model. If no client has
     samples of a class, this class has no virtual features.
 
     Args:
@@ -124,8 +124,8 @@ class CCVR(Recipe, HeadTuning):
 def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the mean and the covariance of each class's features, over the samples of all clients.
 
-    For N features z of a class, the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). With a
-    single sample, the covariance is 0.
+    For N feature vectors z of a class, the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1).
+    With a single sample, the covariance is 0.
 
     Args:
         replies: The replies of the clients.

@@ -71,7 +71,7 @@ class Dynamic(CrossEntropy):
         return h, self._shifted(h, after)
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put the client's state λ_k, which is 0 in the client's first round, into ``derived``."""
+        """Put the client's state λ_k into ``derived``. In the client's first round, λ_k is 0."""
         dual = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
         return context.deriving(dual=dual)
 

@@ -1,4 +1,4 @@
-"""Prepare the first screen of the report: cards with the best methods, and a table with a plot of differences."""
+"""Prepare the report's first screen: cards of the best methods, and a table that includes a plot of differences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Estimates = dict[str, Estimate]
 
 
 def display(key: str) -> tables.Measure:
-    """Return a measure's display settings in the report: accuracies in percent, other measures with up to 3 digits."""
+    """Return how the report displays a measure: accuracies in percent, other measures with up to 3 digits."""
     how = tables.measure(key)
     if how.factor == 1 and tables.metric_of(key).endswith("accuracy"):
         return replace(how, heading=f"{how.heading}, %", factor=100, digits=2)

@@ -47,7 +47,7 @@ class View:
         return sizes
 
     def purity(self) -> float:
-        """Return the purity in [0, 1]: the fraction of samples in the most frequent class of their stratum."""
+        """Return the purity in [0, 1]: the fraction of samples whose class is the most frequent in their stratum."""
         largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]
         return float(sum(largest)) / max(int(self.labels.sum()), 1)
 

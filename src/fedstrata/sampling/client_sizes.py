@@ -223,8 +223,8 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
     """Estimate the total number of samples of m clients from their randomised replies (FedSTaS, Eq. 7).
 
     The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. Client k reports the number r_k, the probability
-    of a truthful reply is α (``alpha``), and M is ``bound``. Without the minimum of 1, the estimate is unbiased if each
-    client has between 1 and M − 1 samples. With strong noise, the minimum often applies and makes the estimate too
+    of a truthful reply is α (``alpha``), and M is ``bound``. Without this lower limit of 1, the estimate is unbiased if
+    each client has between 1 and M − 1 samples. With strong noise, the limit often applies and makes the estimate too
     large on average (``fedstrata.papers.calculations``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
@@ -234,12 +234,12 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
 
 
 def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -> float:
-    """Return the estimate of ``estimated_total``, computed from the sum of the replies and the number of clients."""
+    """Return the value of ``estimated_total``, computed from the sum of the replies and the number of clients."""
     return max(1.0, unbiased_total(total, clients, bound, alpha))
 
 
 def unbiased_total(total: int, clients: int, bound: int, alpha: float) -> float:
-    """Return the estimate of ``estimated_total_of_sum`` without its minimum of 1. The result can be negative."""
+    """Return ``estimated_total_of_sum`` before its lower limit of 1 is applied. The result can be negative."""
     return (total - (1 - alpha) * bound * clients / 2) / alpha
 
 
@@ -292,7 +292,7 @@ class FedSTaSData(DataSampler):
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
-        fraction: Mean fraction of the participants' samples that a round uses.
+        fraction: Fraction of the participants' samples that a round uses on average.
         samples: Mean number n* of samples that a round uses. Default: computed from ``fraction``.
         epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples.
             Each report costs a client ε. Default: clients report exact numbers.
@@ -300,9 +300,9 @@ class FedSTaSData(DataSampler):
             samples reports at most M − 1.
         share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their
             numbers of samples, and ``fraction`` and ``bound`` have no effect.
-        estimates: Estimate of the participants' total number of samples. ``round``: an estimate from the current
-            round's replies, as in the paper. ``pooled``: the mean of all estimates so far. Default: ``round``.
-        reuse: Whether each client reports its number of samples only once (total cost: ε). Default: false.
+        estimates: Estimate of the participants' total number of samples. ``round``: from the replies of the current
+            round, as in the paper. ``pooled``: the mean of all estimates up to the current round. Default: ``round``.
+        reuse: Whether each client reports its number of samples only once, and so spends ε only once. Default: false.
     """
 
     needs_replies = "asks each client for its number of samples, or hides this number"
@@ -331,7 +331,7 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their numbers of samples private: True with ``epsilon`` or ``share``."""
+        """Whether clients keep their numbers of samples private: True if ``epsilon`` or ``share`` is set."""
         return self.epsilon is not None or self.share is not None
 
     def check(self, config: FederationConfig) -> None:
@@ -357,7 +357,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSAnswersState(0.0, 0, AnswersState.empty()) if self.reuse else FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask for unknown numbers of samples. Return the requested total, divided by the estimated total."""
+        """Ask for the numbers of samples not known yet. Return the requested total, divided by the estimated total."""
         if self.share is not None:
             return self.share, state, {"keep": self.share, **_expected(federation, self.share, clients)}
         known = state.answered if self.reuse else None

@@ -67,7 +67,7 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 class UnusableDataError(DataError):
     """An error that a site raises if its data do not fit the spec.
 
-    The message discloses only why the data do not fit, so the site may send the message to the server.
+    The message contains only the reason why the data do not fit, so the site may send the message to the server.
     """
 
 
@@ -81,8 +81,8 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         begin: The server's first message, which describes the run.
         data: The site's own data file; None if the site's settings do not name a file.
         keys: The keys that clients use to mask their labels.
-        tells: Whether the site also sends metrics on its own samples. In any case, the site sends sums, from which the
-            server computes the metrics over all sites.
+        tells: Whether the site also sends metrics measured on its own samples. In any case, the site sends sums, from
+            which the server computes the metrics over all sites.
 
     Raises:
         SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.
@@ -138,7 +138,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     Args:
         survey: The server's request for statistics.
         data: The site's own data file.
-        least: The policy's minimum number of samples for each value that leaves the site. The spec may require more.
+        least: The policy requires at least this many samples per value that leaves the site. The spec may require more.
 
     Raises:
         SpecError: The spec is wrong, or the data file is missing.
@@ -258,7 +258,7 @@ def _assigned_to(client: int, size: int, clients: int) -> Assignment:
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare the server of an experiment on the sites' own data. The server does not have training samples.
+    """Prepare the server for an experiment on the sites' own data. The server does not have training samples.
 
     Args:
         spec: The experiment.

@@ -49,7 +49,7 @@ class Declaration:
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain minima and maxima, which are values of individual samples.
         privacy: The spec's privacy settings, such as the minimum number of samples per reply.
-        targets: Whether the statistics also describe the labels, which some tasks require.
+        targets: Whether the statistics also describe the labels (some tasks require this).
         outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see
             ``outside_epsilon``.
     """
@@ -68,7 +68,7 @@ class Declaration:
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The facts about clients that the server can read in the replies, because these facts are not masked."""
+        """The facts about clients that the server can read, because the replies do not mask them."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
         facts |= frozenset({"labels"} if self.targets else ())
         return facts.union(*(allowed.rule.discloses for allowed in self.allowed or ()))
@@ -144,8 +144,8 @@ def declaration_of(
 
     Args:
         spec: The experiment.
-        agreed: The values that server and clients agreed on, such as the number of classes. Default: the values in the
-            spec.
+        agreed: The values that the server and the clients agreed on, such as the number of classes. Default: the
+            values in the spec.
         clients: The number of clients; not used with ``agreed``. Default: the number in the spec, or 1.
         own_data: Whether the clients are sites that bring their own data. Default: True if the spec describes the
             sites' data.

@@ -1,4 +1,4 @@
-"""Read the settings of the server and of each site, and describe an experiment for the server of a job."""
+"""Read the settings of the server and of each site, and describe the experiments of a job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_setting(kind: type[S], path: Path, key: str) -> S:
         key: The name of the file in error messages, such as ``--sites``.
 
     Raises:
-        SpecError: The file is missing or is not TOML, a key is unknown or a value is wrong. The message gives the line.
+        SpecError: The file is missing or not TOML, or has an unknown key or a wrong value. The message gives the line.
     """
     table = read_toml(path, key)
     try:
@@ -105,8 +105,8 @@ class SiteSettings(Setting):
 
     Args:
         data: The data file of the site or the server; None if the spec names the data.
-        keys: The folder with the keys for masking labels. All sites have the same keys. This setting is never used at
-            the server.
+        keys: The folder with the keys for masking labels. All sites have the same keys. The server does not use
+            this setting.
         patience: The number of seconds for which the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
@@ -143,7 +143,7 @@ class SiteSettings(Setting):
         """Read the settings from the folder of the server or a site. Without a settings file, return the defaults.
 
         Raises:
-            SpecError: The file is not TOML, a key is unknown or a value is wrong. The message gives the line.
+            SpecError: The file is not TOML, or has an unknown key or a wrong value. The message gives the line.
         """
         settings = read_setting(cls, root / LOCAL, "settings") if (root / LOCAL).exists() else cls()
         paths = {key: getattr(settings, key) for key in ("data", "keys", "states")}

@@ -46,7 +46,7 @@ class Callback(Setting):
             object.__setattr__(self, name, value)
 
     def check(self, evaluation: Evaluation) -> None:
-        """Raise ``SpecError`` if the callback needs a metric or validation samples that ``evaluation`` lacks."""
+        """Raise ``SpecError`` if ``evaluation`` lacks a metric or validation samples that the callback needs."""
 
     def on_start(self, simulation: Simulation) -> None:
         """Prepare the callback. This method is called before the first round, and again when the run is resumed."""
@@ -162,7 +162,7 @@ class KeepBest(_Best):
     """Stores the model of the best round as ``best.safetensors`` in the run folder.
 
     The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
-    so that test results are too optimistic.
+    and this makes test results too optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:

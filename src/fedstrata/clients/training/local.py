@@ -44,7 +44,7 @@ class LocalData:
     Args:
         client: The client.
         chosen: Positions of the n chosen samples among the client's own samples, shape (n,).
-        device: The device on which batches are returned.
+        device: The device of the returned batches.
     """
 
     def __init__(self, client: Client, chosen: NDArray[np.int64], device: torch.device = CPU) -> None:
@@ -59,7 +59,7 @@ class LocalData:
         return self._size
 
     def weight(self) -> float:
-        """Return the sum of the samples' weights, such as the number of tokens."""
+        """Return the sum of the samples' weights: for example, the number of tokens."""
         return float(self._data.task.weights(self.y).sum())
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
@@ -88,10 +88,10 @@ class LocalData:
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
         """Yield one batch per step of a round.
 
-        With ``training.accumulate``, a batch contains all mini-batches of its step.
+        With ``training.accumulate``, all mini-batches of a step form one batch.
 
-        Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
-        equal size.
+        Each epoch uses the samples in a new random order. With ``training.local_steps``, there are exactly
+        ``local_steps`` batches of equal size.
 
         Args:
             training: The settings of local training, such as the batch size and the number of epochs.
@@ -221,8 +221,8 @@ def train(
         data: The samples to train on.
         round: The round, counted from 1.
         message: The server's message to the objective.
-        objective: An objective without a state. Default: the run's objective, with the client's stored states of the
-            objective and of the optimiser.
+        objective: An objective without a state. Default: the run's objective, with the states that the client
+            stored for the objective and the optimiser.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
@@ -304,7 +304,7 @@ def _take_steps(
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
-    The result is None if the model is not a chain of linear layers or takes several inputs, or if the task's loss is
+    The result is None if the model takes several inputs or is not a chain of linear layers, or if the task's loss is
     not cross-entropy.
     """
     fits = context.config.task.plain and isinstance(context.data.x_train, Tensor)

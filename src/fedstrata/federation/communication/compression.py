@@ -45,7 +45,7 @@ class CompressionState:
 
     Args:
         exchange: Id of the latest exchange of requests and replies.
-        version: The latest version of the model that clients get; −1 before the first version.
+        version: The number of the latest model version that clients get; −1 before the first version.
         digest: The digest of the latest version.
         params: The parameters of the latest version, which differ from the server's model by the error of the codec.
         changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
@@ -73,7 +73,7 @@ class Reader:
         like: Tensors with the names, shapes and dtypes of an update.
         forms: The shapes and dtypes of an encoded update (payload).
         frame: The factors P of PowerSGD's product P Qᵀ if replies contain only Q; otherwise empty.
-        first: Whether the replies are terms of PowerSGD's first sum. Such terms cannot be decoded individually.
+        first: Whether the replies are summands of PowerSGD's first sum. Such summands cannot be decoded individually.
         method_check: The method's check of a decoded reply; None if there is no such check.
     """
 
