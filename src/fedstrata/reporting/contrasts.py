@@ -30,10 +30,10 @@ from fedstrata.reporting.statistics import (
 
 
 class Budget(NamedTuple):
-    """A resource that runs use, such as bytes sent.
+    """A resource that each run uses, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record whose sum is the amount of the resource that the round used.
+        columns: The columns of a round's record to add up. Their sum is the amount of the resource used in the round.
         unit: The unit in which the amount is shown.
         axis: The title of the axis that shows the amount in charts.
         factor: The factor that converts recorded values to the shown unit.
@@ -100,8 +100,8 @@ class Contrasts:
         measures: A mapping from the key of each measure to its display settings.
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND, in recorded units. The primary
-            metric M is compared at this amount.
+        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND, in recorded units. Methods
+            are compared by the value of the primary metric M after their runs have used this amount.
         directions: A mapping from the key of each measure to 1 if higher values are better, -1 if lower values are
             better, and otherwise 0.
     """

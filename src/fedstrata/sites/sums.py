@@ -51,7 +51,7 @@ class Sums:
             self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
 
     def abort(self, group: str, reason: str) -> None:
-        """Let all further sums of a group of clients fail."""
+        """Make the current sum and all further sums of a group of clients fail."""
         with self._lock:
             entry = self._groups.get(group)
         if entry is not None:
