@@ -27,8 +27,8 @@ class Sums:
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    The server's time limit for the terms of a sum is shorter than its limit for a site's whole reply. A site that hangs
-    therefore does not delay the replies of the other sites.
+    The server's time limit for the terms of a sum is shorter than its limit for a site's whole reply. Therefore, a site
+    that hangs does not delay the replies of the other sites.
 
     Args:
         patience: The number of seconds that a site has for its whole reply.

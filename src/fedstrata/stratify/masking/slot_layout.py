@@ -15,8 +15,8 @@ product r·d of real numbers still reveals the magnitude of d. The server theref
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z equals
 r·d, which is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum
-of s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p /
-S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
+of s and a number below p that depends on d. For two values of d, the distributions of this quotient differ by at most
+p / S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
 noise and error stay below 1/4, so that rounding is exact. To hide how the ciphertext was computed, the term p·s + u
 is encrypted again for each comparison.
 """
