@@ -41,7 +41,7 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Accept the tensors of a new group of clients, to add them up.
+        """Begin to accept and add up the tensors of a new group of clients.
 
         Args:
             group: The name of the group.

@@ -147,7 +147,7 @@ class Server:
         """Begin the next exchange and return it; None if the roster has no keys left.
 
         Args:
-            question: The hash of the request, including the model as the sites decode it.
+            question: The hash of the request, including the model that the sites obtain by decoding.
             length: Number of elements of each site's vector.
             only: The contributors of the previous sum, if this sum must have the same contributors.
         """

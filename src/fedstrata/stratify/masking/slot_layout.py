@@ -1,8 +1,8 @@
 """Arrange labels in the slots of a ciphertext, and scramble the differences between labels.
 
 A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains all clients' labels, each label
-exactly once. One subtraction of ciphertexts compares several labels of a client with a ciphertext of the list. For this
-comparison, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
+exactly once. One subtraction of ciphertexts compares several labels of a client with several entries of the list. For
+this, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
 ciphertext of the list, each *column* contains the code of one entry, repeated in all *rows*. In a ciphertext of a
 client, each row contains the code of one label of the client, repeated in all columns. A client with more labels than
 rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several ciphertexts,
