@@ -109,8 +109,8 @@ class SlotLayout:
                 one ciphertext of the list.
 
         Returns:
-            A mapping from the index of each page with new entries to the array, shape (slots,), that is added to the
-            page. The array is zero in all columns without a new entry.
+            A mapping from indices of pages to arrays, shape (slots,): each array is added to its page. Only pages with
+            new entries have an array. The array is zero in all columns without a new entry.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):
