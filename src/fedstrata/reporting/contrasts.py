@@ -334,7 +334,7 @@ def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
 
 
 def caption(table: Contrasts) -> str:
-    """Return sentences that explain the numbers and tests in the table, and warn about too few seeds."""
+    """Return sentences that explain the numbers and tests in the table, and that warn if there are too few seeds."""
     return " ".join(_sentences(table))
 
 

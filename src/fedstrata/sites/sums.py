@@ -1,4 +1,4 @@
-"""Add up tensors over a group of clients at several sites, for example for BatchNorm over a batch from all clients.
+"""Add up tensors of clients at several sites, for example for BatchNorm over a batch with samples of all clients.
 
 For each sum, a site sends the terms of all its clients in one call, and receives the total.
 """

@@ -69,7 +69,7 @@ class Server:
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Minimum number of sites in a sum that have enough samples. Sites do not unmask sums over fewer sites.
+        parties: Minimum number of sites with enough samples in a sum. Sites do not unmask sums over fewer sites.
         colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.

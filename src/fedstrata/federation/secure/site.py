@@ -105,7 +105,7 @@ class Site:
         job: The hash of the job, which includes the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: Minimum number of sites in a sum that have enough samples; at least 3.
+        parties: Minimum number of sites with enough samples in a sum; at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
         confirm: With "always", the site reveals shares only after t sites have signed the set of contributors. With
             "needed", the site does not wait for signatures if all sites have sent their vectors; this is equally safe.

@@ -177,7 +177,7 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
 
 
 def late(history: History) -> list[Mapping[str, Any]]:
-    """Return the records of all rounds with an evaluation in the last fifth of a run.
+    """From the last fifth of a run, return the records of all rounds that were evaluated.
 
     Results are averaged over these evaluations, because the accuracy fluctuates from round to round.
     """
