@@ -101,7 +101,7 @@ class Contrasts:
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
         budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND, in recorded units. Methods
-            are compared by the value of the primary metric M after their runs have used this amount.
+            are compared by the primary metric M in the last evaluation within this amount.
         directions: A mapping from the key of each measure to 1 if higher values are better, -1 if lower values are
             better, and otherwise 0.
     """
