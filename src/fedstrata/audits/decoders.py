@@ -77,7 +77,7 @@ class Variational(nn.Module):
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the negative evidence lower bound, up to a constant. PyTorch's random generator draws codes."""
+        """Return the negative evidence lower bound, up to a constant. Codes are drawn by PyTorch's random generator."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)

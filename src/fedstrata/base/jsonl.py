@@ -32,7 +32,7 @@ class Log:
 
     Args:
         path: The file. The first call of ``append`` creates the file.
-        mode: The permissions of a new file, which the process's umask may restrict.
+        mode: The permissions of a new file. The process's umask may restrict these permissions.
     """
 
     def __init__(self, path: Path | str, mode: int = 0o666) -> None:
@@ -195,7 +195,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     Args:
         path: The file.
         data: The new content.
-        mode: The permissions of the file, which the process's umask may restrict.
+        mode: The permissions of the file. The process's umask may restrict these permissions.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove_leftovers(path.parent)

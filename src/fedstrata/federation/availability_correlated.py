@@ -21,8 +21,8 @@ class Correlated(Availability):
     Args:
         mean: Mean probability that a client is online, before clipping to [``least``, 1].
         least: Minimum probability that a client is online.
-        pattern: How clients go online and offline: at random in each round (``independent``), or as in the model
-            ``markov`` or ``cyclic``.
+        pattern: The pattern by which clients go online and offline: at random in each round (``independent``), or
+            according to the model ``markov`` or ``cyclic``.
         offline_rounds: Mean number of rounds that a client stays offline, with ``pattern = "markov"``.
         period: Length of a period in rounds, with ``pattern = "cyclic"``.
     """

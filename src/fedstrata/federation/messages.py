@@ -61,7 +61,7 @@ class RequestRule:
         phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an earlier request, which a client must answer before this request. The server sends
-            the earlier request before the first round. The condition has no effect in jobs without the earlier request.
+            the earlier request before the first round. Jobs that do not have the earlier request ignore this condition.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. With
             True, the server may send the same request again after a client has failed.
@@ -89,7 +89,7 @@ class Reply(Message):
     """Base class of clients' replies."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
-        """Return this reply's model update, for encoding by a codec, and the reply without the update.
+        """Split this reply into its model update, which a codec can encode, and the reply without the update.
 
         Args:
             sent: The model of the request.
@@ -310,7 +310,7 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
 
     Args:
         weights: The model that was sent.
-        message: Tensors with the names, shapes and dtypes of the message in the reply.
+        message: Tensors with the names, shapes and dtypes of the objective's message, which the reply also contains.
     """
     tensors = {f"params/{name}": tensor for name, tensor in weights.params.items()}
     tensors |= {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}

@@ -30,10 +30,10 @@ from fedstrata.reporting.statistics import (
 
 
 class Budget(NamedTuple):
-    """A resource that runs use, such as bytes sent.
+    """A resource that each run uses, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record whose sum is the amount of the resource that the round used.
+        columns: The columns of a round's record to add up. Their sum is the amount of the resource used in the round.
         unit: The unit in which the amount is shown.
         axis: The title of the axis that shows the amount in charts.
         factor: The factor that converts recorded values to the shown unit.
@@ -100,8 +100,8 @@ class Contrasts:
         measures: A mapping from the key of each measure to its display settings.
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND, in recorded units. The primary
-            metric M is compared at this amount.
+        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND, in recorded units. Methods
+            are compared by the primary metric M in the last evaluation within this amount.
         directions: A mapping from the key of each measure to 1 if higher values are better, -1 if lower values are
             better, and otherwise 0.
     """
@@ -135,8 +135,8 @@ def contrast(
     Args:
         runs: A mapping from each method to the histories of its runs, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            or ``rounds_to_T`` for a target T. A column of the records is also a measure: its value in the round of the
-            saved model. Default: the primary metric at the end of the runs, at equal bytes, and at equal samples.
+            ``rounds_to_T`` for a target T, or a column of the records (its value in the round of the saved model).
+            Default: the primary metric at the end of the runs, and at equal numbers of bytes and of samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. None stands for
             the largest amount that every run reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.
@@ -334,7 +334,7 @@ def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
 
 
 def caption(table: Contrasts) -> str:
-    """Return sentences that explain the numbers and tests in the table, and warn about too few seeds."""
+    """Return sentences that explain the numbers and tests in the table, and that warn if there are too few seeds."""
     return " ".join(_sentences(table))
 
 
@@ -488,7 +488,7 @@ def _mathematics(cell: str) -> str:
 
 
 def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
-    """Return CSV with one row per data set, measure and method. Numbers have all digits; missing numbers are empty.
+    """Return CSV with one row per data set, measure and method. Numbers are not rounded; missing numbers are blank.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparisons.

@@ -25,7 +25,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     """Check that the method, the model and the settings allow ``privacy.sums = "secure"``.
 
     Raises:
-        SpecError: The server would need individual replies, or secure sums are not implemented for a setting.
+        SpecError: The server needs individual replies, or secure sums are not implemented for a setting.
         ExtraMissingError: The extra ``secure`` is not installed.
     """
     from fedstrata.federation.secure import protocol

@@ -1,4 +1,4 @@
-"""Add up tensors over a group of clients at several sites, for example for BatchNorm over a batch from all clients.
+"""Add up tensors of clients at several sites, for example for BatchNorm over a batch with samples of all clients.
 
 For each sum, a site sends the terms of all its clients in one call, and receives the total.
 """
@@ -27,8 +27,8 @@ class Sums:
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    The server's time limit for the terms of a sum is shorter than its limit for a site's whole reply. A site that hangs
-    therefore does not delay the replies of the other sites.
+    The server's time limit for the terms of a sum is shorter than its limit for a site's whole reply. Therefore, a site
+    that hangs does not delay the replies of the other sites.
 
     Args:
         patience: The number of seconds that a site has for its whole reply.
@@ -41,7 +41,7 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Accept the tensors of a new group of clients, to add them up.
+        """Begin to accept and add up the tensors of a new group of clients.
 
         Args:
             group: The name of the group.
@@ -51,7 +51,7 @@ class Sums:
             self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
 
     def abort(self, group: str, reason: str) -> None:
-        """Let all further sums of a group of clients fail."""
+        """Make the current sum and all further sums of a group of clients fail."""
         with self._lock:
             entry = self._groups.get(group)
         if entry is not None:

@@ -1,4 +1,4 @@
-"""Select the training samples that do not belong to any client. The server may use only samples without a client."""
+"""Select the training samples that do not belong to any client. The server may use only these samples."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Server:
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Minimum number of sites in a sum that have enough samples. Sites do not unmask sums over fewer sites.
+        parties: Minimum number of sites with enough samples in a sum. Sites do not unmask sums over fewer sites.
         colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
@@ -147,7 +147,7 @@ class Server:
         """Begin the next exchange and return it; None if the roster has no keys left.
 
         Args:
-            question: The hash of the request, including the model as the sites decode it.
+            question: The hash of the request, including the model that the sites obtain by decoding.
             length: Number of elements of each site's vector.
             only: The contributors of the previous sum, if this sum must have the same contributors.
         """

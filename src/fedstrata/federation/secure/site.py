@@ -217,7 +217,7 @@ class Site:
 
         Args:
             begin: The message of the server.
-            question: The hash of the request with the model that this site decoded.
+            question: The hash of the request, including the model that this site obtained by decoding.
             vector: The site's vector, shape (d,).
             enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
             continues: Whether the sum must have the same contributors as the site's previous sum.

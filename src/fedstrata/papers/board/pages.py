@@ -41,7 +41,7 @@ def write(
         protocol: Protocol of the board.
         columns: Columns to show.
         entries: Entries (methods and compositions) to show.
-        out: Folder that contains the results, and will contain the page.
+        out: Folder that contains the results. The page is written to the same folder.
         summary: Path of the JSON file. Default: ``SUMMARY`` in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> 
 
 
 class Board:
-    """Executes the experiments of the board in this process.
+    """An object that runs the experiments of the board in this process.
 
     Args:
         protocol: Protocol of the board.
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run the experiments without a result, until this process can run none of the remaining experiments."""
+        """Run all experiments that do not have a result yet, until this process can run none of the remaining ones."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -177,7 +177,7 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
 
 
 def late(history: History) -> list[Mapping[str, Any]]:
-    """Return the records of all rounds with an evaluation in the last fifth of a run.
+    """From the last fifth of a run, return the records of all rounds that were evaluated.
 
     Results are averaged over these evaluations, because the accuracy fluctuates from round to round.
     """

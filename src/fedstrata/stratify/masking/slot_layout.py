@@ -1,8 +1,8 @@
 """Arrange labels in the slots of a ciphertext, and scramble the differences between labels.
 
 A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains all clients' labels, each label
-exactly once. One subtraction of ciphertexts compares several labels of a client with a ciphertext of the list. For this
-comparison, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
+exactly once. One subtraction of ciphertexts compares several labels of a client with several entries of the list. For
+this, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
 ciphertext of the list, each *column* contains the code of one entry, repeated in all *rows*. In a ciphertext of a
 client, each row contains the code of one label of the client, repeated in all columns. A client with more labels than
 rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several ciphertexts,
@@ -15,8 +15,8 @@ product r·d of real numbers still reveals the magnitude of d. The server theref
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z equals
 r·d, which is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum
-of s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p /
-S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
+of s and a number below p that depends on d. For two values of d, the distributions of this quotient differ by at most
+p / S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
 noise and error stay below 1/4, so that rounding is exact. To hide how the ciphertext was computed, the term p·s + u
 is encrypted again for each comparison.
 """
@@ -109,8 +109,8 @@ class SlotLayout:
                 one ciphertext of the list.
 
         Returns:
-            A mapping from the index of each page with new entries to the array, shape (slots,), that is added to the
-            page. The array is zero in all columns without a new entry.
+            A mapping from indices of pages to arrays, shape (slots,): each array is added to its page. Only pages with
+            new entries have an array. The array is zero in all columns without a new entry.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):
