@@ -156,7 +156,7 @@ def search(
     watch: Watcher | None = None,
     progress: bool = False,
 ) -> Sweep:
-    """Try settings that Optuna proposes, and write a table, the best spec, and the best spec of each method.
+    """Try settings that Optuna proposes; write a table, the best spec of all trials and the best spec of each method.
 
     A trial runs one combination of proposed settings with every seed. The result of a trial is the mean of the metric
     ``evaluation.primary`` over the seeds. The metric is measured on the validation samples, with the model that each

@@ -120,7 +120,7 @@ class Simulation:
         prepared: The experiment.
         engine: The name of an engine, or an engine object. The engine is closed together with the simulation.
         checkpoint: The checkpoint from which the run continues; None for a new run.
-        listener: A function that is called with the round and the accepted replies, whenever clients have replied.
+        listener: A function that is called after clients have replied, with the round and the accepted replies.
 
     Raises:
         SpecError: The engine is unknown, or cannot resume the run from the checkpoint; see ``refuse_elsewhere``.

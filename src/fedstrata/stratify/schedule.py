@@ -42,7 +42,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """From the clients' reports, find the holders of each label."""
+        """Find the holders of each label in the clients' reports."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)
@@ -68,7 +68,7 @@ class Holders:
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return f_l, the number of samples of each label l that are used in an epoch (Stratify §III-A).
+    """Return how many samples of each label l an epoch uses (f_l in Stratify §III-A).
 
     Args:
         totals: The number of samples of each label, shape (P,).
