@@ -243,7 +243,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Check the spec and the search space, and return the experiment.
 
-    The check tries both ends of each range, while all other settings have the first value of their ranges.
+    The check tries both ends of one range at a time. The other settings have the first value of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -272,7 +272,7 @@ def opened(
         direction: ``"maximize"`` or ``"minimize"`` for a new study. An existing study keeps its direction.
 
     Raises:
-        SpecError: The file contains a study with other attributes.
+        SpecError: The file contains a study whose attributes differ from ``identity``.
     """
     import optuna
     from sqlalchemy import URL

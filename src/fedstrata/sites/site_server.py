@@ -1,4 +1,4 @@
-"""Reply to the server's messages at a site. The site stores the data and states of its clients."""
+"""At a site, reply to the server's messages. The site stores the data and states of its clients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ the data do not fit the spec."""
 
 
 class SiteServer:
-    """A site, which replies to messages for its clients.
+    """A site, which replies to messages on behalf of its clients.
 
     Args:
         name: The name of the site.
@@ -494,7 +494,7 @@ class SiteRun:
             self.site_server.note(client=client, round=self.guard.round, **about(ack, member))
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
-        """Let clients of this site answer requests, and return their replies."""
+        """Return the replies of this site's clients to requests."""
         self._next(ask.exchange)
         matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
         if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
