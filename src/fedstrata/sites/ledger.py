@@ -273,7 +273,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a table of a site's replies, bytes and ε, summed for each run and kind of request."""
+    """For each run and kind of request, return a site's total numbers of replies and bytes, and its total ε."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

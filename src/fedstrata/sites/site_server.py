@@ -703,7 +703,7 @@ class SiteRun:
 
 @dataclass(frozen=True)
 class HopResult:
-    """The result of a hop: one client's training of the model of a relay.
+    """The result of a hop, in which one client trains the model of a relay.
 
     Args:
         hop: The index of the hop.
@@ -765,7 +765,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if the hop is the site's last hop or last acknowledged hop; otherwise None."""
+        """If ``hop`` is the site's last hop or last acknowledged hop, return its result; otherwise, return None."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result
