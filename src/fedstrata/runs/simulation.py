@@ -380,7 +380,7 @@ class Simulation:
     def evaluate_saved(self) -> dict[str, Any]:
         """Evaluate the model that ``leave`` chose.
 
-        The result is empty if ``leave`` was not called, or if this model had already been evaluated.
+        The result is empty if ``leave`` was not called, or if the chosen model had already been evaluated.
         """
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
@@ -496,7 +496,7 @@ def _close(
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
-    """Check that an engine that resumes a run can find the clients' states.
+    """Check whether an engine can find the clients' states when it resumes a run.
 
     Args:
         was: Whether the clients' states are stored at the sites (the clients' own machines). Otherwise, the states are

@@ -188,7 +188,7 @@ class NVFlareEngine(Engine):
     def restore(self, round: int) -> None:
         """Let each site restore the states that its clients had at the end of ``round``.
 
-        If ``round`` is 0, begin a new run. A site does not take part if it refuses this message, or if its data have
+        If ``round`` is 0, begin a new run. A site does not take part if it refuses the run, or if its data have
         changed since the run began. Events report why a site does not take part, and which clients' states were not
         restored.
 

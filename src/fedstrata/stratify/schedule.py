@@ -1,7 +1,7 @@
 """Draw the order of the labels in an epoch (the schedule), and find the clients with samples of each label.
 
-The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
-position's label.
+The schedule is the random sequence of labels that Stratify §III defines. At each position, a client trains on one
+sample of the position's label.
 
 A *placeholder* is a number that stands for a label, so that the server does not need to know the label.
 """
