@@ -227,7 +227,7 @@ class Setup:
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
 
     def folder(self, number: int, seed: int) -> Path:
-        """Return the folder of a trial's run with a seed."""
+        """Return the folder of a trial's run, given the trial's number and the run's seed."""
         return folder_of(self.out, (called(number), seed))
 
 

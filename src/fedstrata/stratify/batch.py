@@ -73,7 +73,7 @@ class BatchMode:
         return training.lr_at(round) * factor * scale
 
     def form(self, config: FederationConfig) -> GradientForm:
-        """Return the object that encodes the clients' gradients of a batch for secure sums (``privacy.sums``)."""
+        """Return the object that encodes the clients' gradients for secure sums (``privacy.sums``)."""
         return GradientForm(config, self.batch_size or config.training.batch_size, self.local_steps)
 
     def run_epoch(

@@ -93,7 +93,7 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 
 
 def label_weights(totals: Ints, frequency: Ints) -> Floats:
-    """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of each label l that compensates for its frequency f_l.
+    """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of label l, which compensates for its frequency f_l.
 
     An entry of the schedule has label l with the probability f_l / Σ f. In the data, the label's fraction is n_l / Σ n.
     With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
