@@ -428,8 +428,8 @@ class SiteRun:
         """Begin a run with the clients' states that were stored after round ``begin.round`` or an earlier round.
 
         Returns:
-            The run, the round of the restored states, and the clients without a stored state at this site, for example
-            clients that were at other sites before.
+            The run, the round of the restored states, and the clients whose states are missing, for example because
+            these clients were at other sites before.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")

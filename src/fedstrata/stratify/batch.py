@@ -197,8 +197,8 @@ class BatchPlan:
     asks a client to reserve samples for all batches of the epoch. If a client has no sample for a position, another
     client is asked.
 
-    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. If a
-    client has fewer samples in a batch, it moves them to another batch, or does not reserve them (*holds them back*).
+    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. If a client has fewer samples in a
+    batch, it moves these samples to another batch, or does not reserve them (*holds them back*).
 
     Args:
         roster: The clients that the server can ask.
