@@ -1,7 +1,7 @@
 """Membership inference: measure whether an update reveals which samples the clients trained on.
 
-The attacker has the update, the model with which training began, and two samples of the same class. One sample is a
-*member*, on which a client trained. The other sample is a test sample. The attack computes the gradient of each
+The attacker has the update, the model with which training began, and two samples of the same class. A client
+trained on one of the samples (the *member*). The other is a test sample. The attack computes the gradient of each
 sample's loss. The attack guesses that the member is the sample whose gradient has the larger cosine with the negative
 update. Without the update, guesses would be correct for half of the pairs.
 """

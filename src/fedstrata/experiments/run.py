@@ -45,8 +45,8 @@ def run(
 
     Returns:
         The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
-        attribute ``warning`` is usually empty. ``warning`` is set if, from some round to the end, the server could not
-        use any reply.
+        attribute ``warning`` is usually empty. ``warning`` is set if no reply could be used in the last rounds, or in
+        the whole run.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

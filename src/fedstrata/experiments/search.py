@@ -156,7 +156,7 @@ def search(
     watch: Watcher | None = None,
     progress: bool = False,
 ) -> Sweep:
-    """Try settings that Optuna proposes, and write a table, the best spec, and the best spec of each method.
+    """Try settings that Optuna proposes; write a table, the best spec of all trials and the best spec of each method.
 
     A trial runs one combination of proposed settings with every seed. The result of a trial is the mean of the metric
     ``evaluation.primary`` over the seeds. The metric is measured on the validation samples, with the model that each
@@ -227,7 +227,7 @@ class Setup:
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
 
     def folder(self, number: int, seed: int) -> Path:
-        """Return the folder of a trial's run with a seed."""
+        """Return the folder of a trial's run, given the trial's number and the run's seed."""
         return folder_of(self.out, (called(number), seed))
 
 
@@ -243,7 +243,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Check the spec and the search space, and return the experiment.
 
-    The check tries both ends of each range, while all other settings have the first value of their ranges.
+    The check tries both ends of one range at a time. The other settings have the first value of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -272,7 +272,7 @@ def opened(
         direction: ``"maximize"`` or ``"minimize"`` for a new study. An existing study keeps its direction.
 
     Raises:
-        SpecError: The file contains a study with other attributes.
+        SpecError: The file contains a study whose attributes differ from ``identity``.
     """
     import optuna
     from sqlalchemy import URL

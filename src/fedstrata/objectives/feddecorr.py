@@ -1,4 +1,4 @@
-"""FedDecorr's decorrelation of features (Shi et al. 2023)."""
+"""The objective of FedDecorr, which decorrelates features (Shi et al. 2023)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 class PersonalLayers(CrossEntropy):
     """Cross-entropy. Each client keeps its personal layers, and the server averages all other layers.
 
-    For the personal layers, clients send back the received values, whose bytes count as communication.
+    Clients send back the received values of the personal layers, and these bytes are counted as communication.
 
     Args:
         layers: Names of modules whose parameters each client keeps, such as ``["head", "body.3"]``. Default: the head.
@@ -86,8 +86,8 @@ class PersonalModel(CrossEntropy):
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t is the global
     model. The personal model is trained in the same round, for as many epochs or steps as the global model. The global
-    model does not depend on personal models. In the authors' program, steps of the two models alternate, and use the
-    same batches. In this implementation, a client first trains the global model, and then the personal model.
+    model does not depend on personal models. The authors' program alternates between steps of the two models, which
+    use the same batches. In this implementation, a client first trains the global model, and then the personal model.
 
     Args:
         strength: Strength λ of the pull towards the global model.

@@ -120,7 +120,7 @@ class Simulation:
         prepared: The experiment.
         engine: The name of an engine, or an engine object. The engine is closed together with the simulation.
         checkpoint: The checkpoint from which the run continues; None for a new run.
-        listener: A function that is called with the round and the accepted replies, whenever clients have replied.
+        listener: A function that is called after clients have replied, with the round and the accepted replies.
 
     Raises:
         SpecError: The engine is unknown, or cannot resume the run from the checkpoint; see ``refuse_elsewhere``.
@@ -380,7 +380,7 @@ class Simulation:
     def evaluate_saved(self) -> dict[str, Any]:
         """Evaluate the model that ``leave`` chose.
 
-        The result is empty if ``leave`` was not called, or if this model had already been evaluated.
+        The result is empty if ``leave`` was not called, or if the chosen model had already been evaluated.
         """
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
@@ -496,7 +496,7 @@ def _close(
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
-    """Check that an engine that resumes a run can find the clients' states.
+    """Check whether an engine can find the clients' states when it resumes a run.
 
     Args:
         was: Whether the clients' states are stored at the sites (the clients' own machines). Otherwise, the states are

@@ -60,8 +60,8 @@ class NVFlareEngine(Engine):
         run: The name of the run. Sites store their clients' states under this name.
         direct: True if the model of a relay goes from site to site; False if the model returns to the server after each
             client.
-        log_heads: An optional file, to which the heads (last checksums) of the sites' ledgers are written after each
-            round.
+        log_heads: The file to which the heads (last checksums) of the sites' ledgers are written after each round.
+            Default: no file.
         trust: The certificates that the server accepts in secure sums. Default: no certificates, so runs with secure
             sums are refused.
 
@@ -188,7 +188,7 @@ class NVFlareEngine(Engine):
     def restore(self, round: int) -> None:
         """Let each site restore the states that its clients had at the end of ``round``.
 
-        If ``round`` is 0, begin a new run. A site does not take part if it refuses this message, or if its data have
+        If ``round`` is 0, begin a new run. A site does not take part if it refuses the run, or if its data have
         changed since the run began. Events report why a site does not take part, and which clients' states were not
         restored.
 

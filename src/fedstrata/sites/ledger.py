@@ -81,7 +81,7 @@ class Entry:
         refused: The name of the limit that made the site refuse the request; empty if the site replied.
         failed: The class name of the error that was raised instead of a reply; empty if the site replied.
         to: The site that received the reply; empty for the server.
-        exchange: The index of the secure sum among the sums of its roster (group of sites); None for other replies.
+        exchange: For a secure sum, its index among the sums of its roster (group of sites); otherwise None.
         roster: The hash of the roster of a secure sum, in hexadecimal digits.
         members: The sites in a roster, or the sites that contributed to a secure sum.
         noise: The standard deviation of the noise that the site added to each number of its update, as a multiple of
@@ -273,7 +273,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a table of a site's replies, bytes and ε, summed for each run and kind of request."""
+    """For each run and kind of request, return a site's total numbers of replies and bytes, and its total ε."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

@@ -1,4 +1,4 @@
-"""Reply to the server's messages at a site. The site stores the data and states of its clients."""
+"""At a site, reply to the server's messages. The site stores the data and states of its clients."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ the data do not fit the spec."""
 
 
 class SiteServer:
-    """A site, which replies to messages for its clients.
+    """A site, which replies to messages on behalf of its clients.
 
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
-        send: A function that sends bytes to another site or to the server, and returns the reply. The function sends
-            only terms of sums to the server.
+        send: A function that sends bytes to another site or to the server, and returns the reply. To the server,
+            the function sends only terms of sums.
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
@@ -428,8 +428,8 @@ class SiteRun:
         """Begin a run with the clients' states that were stored after round ``begin.round`` or an earlier round.
 
         Returns:
-            The run, the round of the restored states, and the clients whose states are not stored, because these
-            clients were at other sites before.
+            The run, the round of the restored states, and the clients whose states are missing, for example because
+            these clients were at other sites before.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -494,7 +494,7 @@ class SiteRun:
             self.site_server.note(client=client, round=self.guard.round, **about(ack, member))
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
-        """Let clients of this site answer requests, and return their replies."""
+        """Return the replies of this site's clients to requests."""
         self._next(ask.exchange)
         matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
         if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
@@ -703,7 +703,7 @@ class SiteRun:
 
 @dataclass(frozen=True)
 class HopResult:
-    """The result of a hop: one client's training of the model of a relay.
+    """The result of a hop, in which one client trains the model of a relay.
 
     Args:
         hop: The index of the hop.
@@ -765,7 +765,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if the hop is the site's last hop or last acknowledged hop; otherwise None."""
+        """If ``hop`` is the site's last hop or last acknowledged hop, return its result; otherwise, return None."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

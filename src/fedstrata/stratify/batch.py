@@ -73,7 +73,7 @@ class BatchMode:
         return training.lr_at(round) * factor * scale
 
     def form(self, config: FederationConfig) -> GradientForm:
-        """Return the object that encodes the clients' gradients of a batch for secure sums (``privacy.sums``)."""
+        """Return the object that encodes the clients' gradients for secure sums (``privacy.sums``)."""
         return GradientForm(config, self.batch_size or config.training.batch_size, self.local_steps)
 
     def run_epoch(
@@ -197,8 +197,8 @@ class BatchPlan:
     asks a client to reserve samples for all batches of the epoch. If a client has no sample for a position, another
     client is asked.
 
-    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with too few samples for
-    a batch moves these samples to another batch, or does not reserve them (*holds them back*).
+    A client must not train on fewer than ``privacy.min_samples`` samples of a batch. If a client has fewer samples in a
+    batch, it moves these samples to another batch, or does not reserve them (*holds them back*).
 
     Args:
         roster: The clients that the server can ask.

@@ -1,7 +1,7 @@
 """Draw the order of the labels in an epoch (the schedule), and find the clients with samples of each label.
 
-The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
-position's label.
+The schedule is the random sequence of labels that Stratify §III defines. At each position, a client trains on one
+sample of the position's label.
 
 A *placeholder* is a number that stands for a label, so that the server does not need to know the label.
 """
@@ -42,7 +42,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """From the clients' reports, find the holders of each label."""
+        """Find the holders of each label in the clients' reports."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)
@@ -68,7 +68,7 @@ class Holders:
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return f_l, the number of samples of each label l that are used in an epoch (Stratify §III-A).
+    """Return how many samples of each label l an epoch uses (f_l in Stratify §III-A).
 
     Args:
         totals: The number of samples of each label, shape (P,).
@@ -93,7 +93,7 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 
 
 def label_weights(totals: Ints, frequency: Ints) -> Floats:
-    """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of each label l that compensates for its frequency f_l.
+    """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of label l, which compensates for its frequency f_l.
 
     An entry of the schedule has label l with the probability f_l / Σ f. In the data, the label's fraction is n_l / Σ n.
     With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.

@@ -11,7 +11,7 @@ import fedstrata as fs
 
 
 class Quantile(fs.Regression):
-    """Predict a quantile of the target. Metrics and predictions are as in regression.
+    """Predict a quantile of the target. The metrics and predictions are the same as for regression.
 
     Args:
         level: The fraction of the targets that should lie below the prediction.
