@@ -282,7 +282,7 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the model that the latest client returned, and the new state of this client."""
+        """Accept or reject the latest client's model together with this client's new state."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state

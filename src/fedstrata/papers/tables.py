@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The key under which the results of the table store this run."""
+        """The key of this run in the results of the table."""
         return f"{self.row}/{self.column}/seed-{self.seed}"
 
     @property

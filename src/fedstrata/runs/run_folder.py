@@ -320,7 +320,7 @@ class RunFolder:
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
-    """Raise ``SpecError`` if a run in a folder would be overwritten, or resumed as another experiment.
+    """Refuse to overwrite the run in a folder, or to resume the run as another experiment.
 
     Args:
         path: The folder; None if no files are written.

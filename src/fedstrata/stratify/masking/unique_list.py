@@ -48,7 +48,7 @@ class PackedRegister:
 
 
 class UniqueList:
-    """The encrypted list of all different labels, with which the server compares the clients' labels.
+    """The encrypted list of all distinct labels. The server compares the clients' labels with this list.
 
     The *placeholder* of a label is a number that stands for the label. The first label on the list has the placeholder
     0, the second label has the placeholder 1, and so on.
