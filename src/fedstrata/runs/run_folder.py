@@ -244,7 +244,7 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Write events that happened after the round's other events were written, and save a checkpoint if it is due.
+        """Write the events that are not written yet, and save a checkpoint if it is due.
 
         If ``force`` is True, a checkpoint is always saved, except if ``evaluation.checkpoint_every`` is 0.
         """

@@ -357,7 +357,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. Limits per run apply to replies and not to requests, because a client may fail to reply."""
+        """Count a reply. Limits per run count replies and not requests, because a client may fail to reply."""
         if match is None:
             return
         rule = match.allowed.rule

@@ -19,7 +19,7 @@ from fedstrata.sampling.sketches import Compress, CompressReply, Sketch, SketchR
 
 @handles(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
-    """Return the client's number of samples. If ``request.bound`` > 0, the reply has local differential privacy."""
+    """Return the client's number of samples. If ``request.bound`` > 0, the reply is locally differentially private."""
     if request.bound == 0:
         client.authorize_release(len(client))
         return SizeReply(len(client))

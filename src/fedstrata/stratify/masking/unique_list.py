@@ -92,8 +92,8 @@ class UniqueList:
 
         Returns:
             A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). The
-            value −1 means that a label is not on the list. The mapping lacks clients that did not reply, or whose reply
-            is impossible.
+            value −1 means that a label is not on the list. Clients without a reply, or with an impossible reply,
+            are not in the mapping.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
