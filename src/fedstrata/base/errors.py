@@ -31,7 +31,7 @@ class SpecError(FedstrataError):
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
         problem: The problem, and the accepted values.
-        value: The value of the setting, if the message is to show the value.
+        value: The value of the setting, if the message should show the value.
         place: The file and line of the setting, if they are known.
     """
 

@@ -192,7 +192,7 @@ def read(paper: str, name: str, text: str) -> Table:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Table]:
-    """Return the tables that the names ``PAPER`` or ``PAPER/TABLE`` select; all tables if ``names`` is empty.
+    """Return the tables with the given names (``PAPER`` or ``PAPER/TABLE``); all tables if ``names`` is empty.
 
     Raises:
         SpecError: A name is unknown.

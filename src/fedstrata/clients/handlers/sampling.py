@@ -76,7 +76,7 @@ class _TrainsLike(CrossEntropy):
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Return a sketch (random projection) of the model after a round of training with cross-entropy.
+    """Train the model for a round with cross-entropy, and return a sketch (random projection) of the model.
 
     The client's state does not change.
     """

@@ -139,7 +139,7 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Compare the labels of one client after another with the list, and add new labels until the list is complete.
+        """Compare labels with the list, one client after another, and add new labels until the list is complete.
 
         Returns:
             Two values: the placeholders (the numbers that stand for labels) of each client that replied, and the
