@@ -1,4 +1,4 @@
-"""Define the experiments that repeat the tables of the four papers.
+"""Define the experiments that reproduce the tables of the four papers.
 
 A table has a row for each method and a column for each setting. A cell is one training run, with a row, a column and a
 seed.
@@ -84,7 +84,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper, with the experiments that repeat this table or figure.
+    """A table or figure of a paper, with the experiments that reproduce it.
 
     Args:
         paper: Name of the paper, which is a key of ``PAPERS``.

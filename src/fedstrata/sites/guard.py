@@ -209,7 +209,7 @@ class Quota:
             rule: The name of the rule, for the error message.
 
         Raises:
-            RuleError: The job assigned different clients before.
+            RuleError: The job has already assigned other clients to this site.
         """
         home = [total, *clients]
         with self._changing():
@@ -368,7 +368,7 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count a message with requests to clients or with a hop of a relay.
+        """Count a message that contains requests to clients or a hop of a relay.
 
         Raises:
             RuleError: The job has already sent as many messages as the policy allows.

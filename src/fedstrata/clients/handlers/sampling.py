@@ -52,7 +52,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """The task's loss, restricted to the parameters that a given objective trains and that clients send.
+    """The task's loss, for training only those parameters which a given objective trains and clients send.
 
     Therefore, sketches of models trained with this loss can be compared with sketches of models trained with the given
     objective.
@@ -62,7 +62,7 @@ class _TrainsLike(CrossEntropy):
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy, restricted to the parameters that ``objective`` trains and that clients send."""
+        """Return cross-entropy that trains only those parameters which ``objective`` trains and clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()
