@@ -1,7 +1,7 @@
 """Define the experiments that reproduce the tables of the four papers.
 
-A table has a row for each method and a column for each setting. A cell is one training run, with a row, a column and a
-seed.
+A table has a row for each method and a column for each setting. A cell is the training run of one row and one
+column with one seed.
 """
 
 from __future__ import annotations

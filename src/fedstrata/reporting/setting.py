@@ -98,7 +98,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
 
 
 def flat(spec: str) -> dict[str, Any]:
-    """Return the settings of a spec by their full keys, such as ``partition.alpha``."""
+    """Return a mapping from full keys, such as ``partition.alpha``, to the settings of a spec."""
     return dict(_flatten(tomllib.loads(spec)))
 
 

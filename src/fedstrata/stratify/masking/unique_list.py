@@ -38,8 +38,8 @@ class PackedRegister:
     Args:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
-        places: The index of each placeholder (a number that stands for a label) in the list, shape (P,). Entries are
-            numbered consecutively over all pages.
+        places: For each placeholder (a number that stands for a label), the index of its entry in the list, shape
+            (P,). Entries are numbered consecutively over all pages.
     """
 
     keys: PublicKeys
