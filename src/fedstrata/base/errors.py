@@ -31,7 +31,7 @@ class SpecError(FedstrataError):
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
         problem: The problem, and the accepted values.
-        value: The value of the setting, if the message is to show the value.
+        value: The value of the setting, if the message should show the value.
         place: The file and line of the setting, if they are known.
     """
 
@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown word: a suggestion of a similar accepted word.
+    """Suggest an accepted word that is similar to an unknown word. The result is the end of an error message.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')

@@ -35,7 +35,7 @@ class Population:
         assignment: The training samples of each client; None in a deployment, because the server does not know the
             sites' samples.
         y: The label of every training sample; None in a deployment.
-        seed: The seed of the random numbers that do not depend on the round.
+        seed: The seed of random numbers that stay the same in all rounds.
     """
 
     clients: int

@@ -1,7 +1,7 @@
-"""Define the experiments that repeat the tables of the four papers.
+"""Define the experiments that reproduce the tables of the four papers.
 
-A table has a row for each method and a column for each setting. A cell is one training run, with a row, a column and a
-seed.
+A table has a row for each method and a column for each setting. A cell is the training run of one row and one
+column with one seed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The key under which the results of the table store this run."""
+        """The key of this run in the results of the table."""
         return f"{self.row}/{self.column}/seed-{self.seed}"
 
     @property
@@ -84,7 +84,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper, with the experiments that repeat this table or figure.
+    """A table or figure of a paper, with the experiments that reproduce it.
 
     Args:
         paper: Name of the paper, which is a key of ``PAPERS``.
@@ -192,7 +192,7 @@ def read(paper: str, name: str, text: str) -> Table:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Table]:
-    """Return the tables that the names ``PAPER`` or ``PAPER/TABLE`` select; all tables if ``names`` is empty.
+    """Return the tables with the given names (``PAPER`` or ``PAPER/TABLE``); all tables if ``names`` is empty.
 
     Raises:
         SpecError: A name is unknown.

@@ -64,7 +64,7 @@ def count_runs(runs: Mapping[str, Sequence[Run]]) -> str:
 
 
 def differences(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, list[str]]]:
-    """For each method, list the settings that differ between methods, as ``key = value``.
+    """For each method, list its values of the settings that differ between methods, as ``key = value``.
 
     The seed and the method's name are not listed. The settings of a method come from its first run.
     """
@@ -98,7 +98,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
 
 
 def flat(spec: str) -> dict[str, Any]:
-    """Return the settings of a spec by their full keys, such as ``partition.alpha``."""
+    """Return a mapping from full keys, such as ``partition.alpha``, to the settings of a spec."""
     return dict(_flatten(tomllib.loads(spec)))
 
 

@@ -244,7 +244,7 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Write events that happened after the round's other events were written, and save a checkpoint if it is due.
+        """Write the events that are not written yet, and save a checkpoint if it is due.
 
         If ``force`` is True, a checkpoint is always saved, except if ``evaluation.checkpoint_every`` is 0.
         """
@@ -320,7 +320,7 @@ class RunFolder:
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
-    """Raise ``SpecError`` if a run in a folder would be overwritten, or resumed as another experiment.
+    """Refuse to overwrite the run in a folder, or to resume the run as another experiment.
 
     Args:
         path: The folder; None if no files are written.

@@ -86,9 +86,9 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
     """Let the ``with`` block read a site's data for a job, and limit how often jobs can guess properties of these data.
 
-    A job learns whether the spec's description fits the data, and therefore learns something about the data. Each
-    different description counts as a trial. A failed request also counts as a trial. If the same request later
-    succeeds, for example after the site corrected its file, the failed trial no longer counts. This function counts the
+    By learning whether the spec's description fits the data, a job learns something about the data. Each different
+    description counts as a trial. A failed request also counts as a trial. If the same request later succeeds, for
+    example after the site corrected its file, the failed trial no longer counts. This function counts the
     trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
 
     Args:
@@ -209,7 +209,7 @@ class Quota:
             rule: The name of the rule, for the error message.
 
         Raises:
-            RuleError: The job assigned different clients before.
+            RuleError: The job has already assigned other clients to this site.
         """
         home = [total, *clients]
         with self._changing():
@@ -357,7 +357,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. Limits per run apply to replies and not to requests, because a client may fail to reply."""
+        """Count a reply. Limits per run count replies and not requests, because a client may fail to reply."""
         if match is None:
             return
         rule = match.allowed.rule
@@ -368,7 +368,7 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count a message with requests to clients or with a hop of a relay.
+        """Count a message that contains requests to clients or a hop of a relay.
 
         Raises:
             RuleError: The job has already sent as many messages as the policy allows.
@@ -399,7 +399,7 @@ class Guard:
         """Write the counts of starts, exchanges and bytes to the disk, together with the clients' states.
 
         Raises:
-            RuleError: The round is later than the job's last round.
+            RuleError: The round is not between 0 and the job's number of rounds.
         """
         if not 0 <= round <= self.declaration.rounds:
             raise RuleError("rounds", f"round {round} is not between 0 and {self.declaration.rounds}")

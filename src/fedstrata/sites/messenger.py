@@ -89,7 +89,7 @@ class Messenger:
         return self.exchange
 
     def acknowledge(self, site: str, ack: Message) -> None:
-        """Attach an acknowledgement to all messages to a site until the site has replied to such a message."""
+        """Attach an acknowledgement to each message to a site, until the site has replied to one of these messages."""
         if site not in self.directory.excluded:
             self._acks[site].append(ack)
 

@@ -19,7 +19,7 @@ from fedstrata.sampling.sketches import Compress, CompressReply, Sketch, SketchR
 
 @handles(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
-    """Return the client's number of samples. If ``request.bound`` > 0, the reply has local differential privacy."""
+    """Return the client's number of samples. If ``request.bound`` > 0, the reply is locally differentially private."""
     if request.bound == 0:
         client.authorize_release(len(client))
         return SizeReply(len(client))
@@ -52,7 +52,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """The task's loss, restricted to the parameters that a given objective trains and that clients send.
+    """The task's loss, for training only those parameters which a given objective trains and clients send.
 
     Therefore, sketches of models trained with this loss can be compared with sketches of models trained with the given
     objective.
@@ -62,7 +62,7 @@ class _TrainsLike(CrossEntropy):
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy, restricted to the parameters that ``objective`` trains and that clients send."""
+        """Return cross-entropy that trains only those parameters which ``objective`` trains and clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()
@@ -76,7 +76,7 @@ class _TrainsLike(CrossEntropy):
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Return a sketch (random projection) of the model after a round of training with cross-entropy.
+    """Train the model for a round with cross-entropy, and return a sketch (random projection) of the model.
 
     The client's state does not change.
     """

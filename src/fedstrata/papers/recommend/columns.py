@@ -43,7 +43,7 @@ class Column:
         properties: Measured properties of the column's spec.
         methods: A mapping from each method to its results, which are two lists of equal length: ``seeds`` and
             ``accuracy``.
-        own: Properties of the user's spec, with which the column is compared.
+        own: Properties of the user's spec, to compare with those of the column.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Column:
 
     @cached_property
     def differs(self) -> dict[str, float]:
-        """The distance between spec and column in each property, from 0 to 1, as a mapping; see ``apart``."""
+        """A mapping from each property to the distance between spec and column, from 0 to 1; see ``apart``."""
         values = {key: apart(key, self.own, self.properties) for key in SHOWN}
         return {key: value for key, value in values.items() if value is not None}
 
@@ -121,7 +121,7 @@ def by_distance(board: Board, own: Properties) -> list[Column]:
 
     Args:
         board: Results and settings of the board.
-        own: Properties of the user's spec, with which the columns are compared.
+        own: Properties of the user's spec, to compare with those of the columns.
 
     Raises:
         DataError: The data set of a column is missing.

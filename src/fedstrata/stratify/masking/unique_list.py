@@ -38,8 +38,8 @@ class PackedRegister:
     Args:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
-        places: The index of each placeholder (a number that stands for a label) in the list, shape (P,). Entries are
-            numbered consecutively over all pages.
+        places: For each placeholder (a number that stands for a label), the index of its entry in the list, shape
+            (P,). Entries are numbered consecutively over all pages.
     """
 
     keys: PublicKeys
@@ -48,7 +48,7 @@ class PackedRegister:
 
 
 class UniqueList:
-    """The encrypted list of all different labels, with which the server compares the clients' labels.
+    """The encrypted list of all distinct labels. The server compares the clients' labels with this list.
 
     The *placeholder* of a label is a number that stands for the label. The first label on the list has the placeholder
     0, the second label has the placeholder 1, and so on.
@@ -92,8 +92,8 @@ class UniqueList:
 
         Returns:
             A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). The
-            value −1 means that a label is not on the list. The mapping lacks clients that did not reply, or whose reply
-            is impossible.
+            value −1 means that a label is not on the list. Clients without a reply, or with an impossible reply,
+            are not in the mapping.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -139,7 +139,7 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Compare the labels of one client after another with the list, and add new labels until the list is complete.
+        """Compare labels with the list, one client after another, and add new labels until the list is complete.
 
         Returns:
             Two values: the placeholders (the numbers that stand for labels) of each client that replied, and the
