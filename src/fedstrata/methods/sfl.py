@@ -27,7 +27,7 @@ class SFLState:
 class SFL(Method):
     """One model visits the clients of a round in random order, and each client trains the model.
 
-    Models are not averaged, so the model drifts towards the data of the clients that it visited most recently. The more
+    The server averages no models, so the model drifts towards the data of the clients that it visited last. The more
     the clients' data differ, the larger the drift.
 
     Args:

@@ -112,8 +112,8 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels for which the client may use all its samples again, as indices into
-                ``holders.placeholders``.
+            refill: The labels to refill: the client may use all its samples of these labels, even samples already used.
+                The labels are indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {
