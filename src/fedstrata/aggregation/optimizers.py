@@ -69,8 +69,8 @@ class ServerOptimizer(Setting):
     ) -> tuple[Params, Tree]:
         """Take one step with ``update`` as the negative gradient, and return the new parameters and the new state.
 
-        If a schedule is set, the learning rate depends on ``round`` (counted from 1) and ``rounds`` (the number of all
-        rounds).
+        If a schedule is set, the learning rate depends on ``round`` (counted from 1) and ``rounds`` (the total number
+        of rounds).
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:

@@ -2,7 +2,7 @@
 
 Canaries are artificial samples. With probability 1/2, a canary is in a client's data; see
 ``fedstrata.audits.planting``. Training uses the run's own code for sampling, clipping, noise and updates. The attacker
-sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. From each
+sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, sums over all clients. From each
 update, the attacker subtracts the part that can be predicted from test samples. Each canary belongs to one parameter.
 If the canary was in the data, training decreases this parameter. The attacker sorts the canaries by the changes of
 their parameters. The attacker guesses "in the data" for the largest decreases, and "not in the data" for the largest

@@ -89,7 +89,7 @@ class Band(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve in a chart: R horizontal positions, and the mean and standard deviation over seeds, shape (R,)."""
+    """A curve in a chart: horizontal positions, means and standard deviations over seeds; each of shape (R,)."""
 
     x: Ints | Floats
     mean: Floats

@@ -1,4 +1,4 @@
-"""Record which clients the server can still ask for samples of each label in an epoch."""
+"""Record, for each label, which clients the server can still ask for samples in an epoch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Roster:
         Args:
             client: The client that replied.
             missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
-            exhausted: The placeholders of the labels whose samples are all used, according to the client's reply.
+            exhausted: The client replied that it has no unused samples of these labels (given as placeholders).
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]

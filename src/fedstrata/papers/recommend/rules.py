@@ -21,7 +21,7 @@ class Claim(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule that recommends methods for comparison if a property is at least ``least``.
+    """A rule that recommends methods to compare if a measured property is ``least`` or more.
 
     Args:
         key: Name of the property in ``Properties``.
