@@ -211,7 +211,7 @@ class Exchanges:
         Args:
             asked: The requests that were sent.
             outcomes: The reply or the failure of each client.
-            together: Whether the clients added up tensors with each other, so that each reply depends on all clients.
+            together: Whether tensors were added up over the clients, so that each reply depends on all clients.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
         log, replies = self.log, Replies()
