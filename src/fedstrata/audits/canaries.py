@@ -61,7 +61,7 @@ class CanaryAudit:
         rounds: The number of rounds in which the client trained.
         noise: The standard deviation of the noise in training (already divided by ``divided``), as a multiple of
             ``clip``; None without noise.
-        divided: The number by which the noise was divided; 1 in an audit, and larger in a control.
+        divided: The number by which the noise was divided; 1, or larger in a check of the audit itself.
         epsilon: The ε that the accountant computes for the run's noise; None without noise.
         delta: The δ to which ``epsilon`` and ``bound`` refer.
         guesses: The number of guesses that gave the best bound.
@@ -178,7 +178,7 @@ def train(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        For each canary, the sum of the visible updates of the canary's parameter, shape (canaries,). The second value
+        For each canary, the sum over rounds of its parameter's visible changes, shape (canaries,). The second value
         is the engine that ran the clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds

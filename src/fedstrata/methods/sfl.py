@@ -40,7 +40,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for local BatchNorm statistics, or for a sampler that needs the models of all clients."""
+        """Raise ``SpecError`` if BatchNorm statistics are local, or if the sampler needs the models of all clients."""
         if config.training.batch_norm == "local":
             problem = "SFL trains one model with one set of BatchNorm statistics. Set training.batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")

@@ -58,7 +58,7 @@ class GloballySharpnessAware(Objective):
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t and w_t is the current global
     model. The earlier model w_old is from the most recent round in which the server used the client's reply. The
-    difference d estimates the direction in which the loss of the whole federation grows. A client computes one gradient
+    difference d estimates the direction in which the loss over all clients grows. A client computes one gradient
     per step, and stores w_old. A client's first round is the same as in FedAvg. The norm includes all parameters that
     the client trains.
 
