@@ -108,8 +108,8 @@ class Stepper:
     def step(self, gradient: Params, samples: float = 1) -> None:
         """Take one step with the gradient g = ``gradient / samples``. The argument ``gradient`` is a sum over samples.
 
-        A step of SGD is v ← momentum · v + g and w ← w − η v. To save a pass over memory, the last operation includes
-        the division by ``samples`` if possible.
+        A step of SGD is v ← momentum · v + g and w ← w − η v. To save a pass over memory, the division by
+        ``samples`` is part of the last operation, if possible.
         """
         weights, total, n = list(self.params.values()), [gradient[name] for name in self.params], float(samples)
         if self.settings.weight_decay:

@@ -305,10 +305,9 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
         round: Number of finished rounds, R, including this round.
 
     Returns:
-        The metrics ``transfers`` (the argument), ``transfers_per_client`` (the mean number f of transfers per client
-        in this round), ``update_bytes`` (C) and ``client_bytes``. ``client_bytes`` is the mean number of bytes that
-        a client has sent: R × C × f. The formula assumes that all earlier rounds had the same number of transfers as
-        this round.
+        The metrics ``transfers`` (the argument), ``transfers_per_client`` (f = ``transfers`` / N), ``update_bytes`` (C)
+        and ``client_bytes``. ``client_bytes`` is the mean number of bytes that a client has sent: R × C × f. The
+        formula assumes that all earlier rounds had the same number of transfers as this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

@@ -27,8 +27,8 @@ class SFLState:
 class SFL(Method):
     """One model visits the clients of a round in random order, and each client trains the model.
 
-    The server averages no models, so the model drifts towards the data of the clients that it visited last. The more
-    the clients' data differ, the larger the drift.
+    The server does not average models, so the model drifts towards the data of the most recent clients. The more the
+    clients' data differ, the larger the drift.
 
     Args:
         client_sampler: Client sampler, which chooses the clients that the model visits.

@@ -1,4 +1,4 @@
-"""The base class of objectives for local training, and plain cross-entropy.
+"""Define the base class of objectives for local training, and the plain cross-entropy objective.
 
 An objective consists of *hooks*: methods that clients and the server call at certain points of a round. On a client,
 hooks compute the loss, a correction of the gradient, and a message to the server. On the server, hooks compute a

@@ -85,7 +85,7 @@ class Roster:
             self.available[rows] = self.present[rows] = False
 
     def refill(self, place: int, positions: int) -> bool:
-        """Let the present holders of a label use all their samples of the label again, beginning with the next request.
+        """From the next request on, make all samples of a label usable again, for those holders that are present.
 
         Args:
             place: The index of the label's placeholder in ``holders.placeholders``.

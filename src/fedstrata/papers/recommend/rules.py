@@ -26,8 +26,8 @@ class Rule(NamedTuple):
     Args:
         key: Name of the property in ``Properties``.
         least: Minimum value of the property (the rule's limit). Limits are conventions: we have not measured from
-            which value on a method helps. If a rule cites one of our results, the limit is so low that the rule applies
-            to the setting of this result.
+            which value on a method helps. If a rule cites one of our results, the result's setting reaches
+            the limit.
         methods: A mapping from each method to a claim about the method.
     """
 
