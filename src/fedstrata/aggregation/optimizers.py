@@ -69,8 +69,8 @@ class ServerOptimizer(Setting):
     ) -> tuple[Params, Tree]:
         """Take one step with ``update`` as the negative gradient, and return the new parameters and the new state.
 
-        If a schedule is set, the learning rate depends on ``round`` (counted from 1) and ``rounds`` (the number of all
-        rounds).
+        If a schedule is set, the learning rate depends on ``round`` (counted from 1) and ``rounds`` (the total number
+        of rounds).
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
@@ -108,8 +108,8 @@ class Stepper:
     def step(self, gradient: Params, samples: float = 1) -> None:
         """Take one step with the gradient g = ``gradient / samples``. The argument ``gradient`` is a sum over samples.
 
-        A step of SGD is v ← momentum · v + g and w ← w − η v. To save a pass over memory, the last operation includes
-        the division by ``samples`` if possible.
+        A step of SGD is v ← momentum · v + g and w ← w − η v. To save a pass over memory, the division by
+        ``samples`` is part of the last operation, if possible.
         """
         weights, total, n = list(self.params.values()), [gradient[name] for name in self.params], float(samples)
         if self.settings.weight_decay:

@@ -69,7 +69,7 @@ class RobustAggregator(Aggregator):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. With too few replies, model and state do not change."""
+        """Return the new global model and the new state. If there are too few replies, neither changes."""
         if not replies or self.shortage(len(replies)):
             return weights, state
         models = [reply.weights for reply in replies.values()]

@@ -2,7 +2,7 @@
 
 Canaries are artificial samples. With probability 1/2, a canary is in a client's data; see
 ``fedstrata.audits.planting``. Training uses the run's own code for sampling, clipping, noise and updates. The attacker
-sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. From each
+sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, sums over all clients. From each
 update, the attacker subtracts the part that can be predicted from test samples. Each canary belongs to one parameter.
 If the canary was in the data, training decreases this parameter. The attacker sorts the canaries by the changes of
 their parameters. The attacker guesses "in the data" for the largest decreases, and "not in the data" for the largest
@@ -59,9 +59,9 @@ class CanaryAudit:
         samples: The number of the client's samples without the canaries.
         canaries: The number of canaries.
         rounds: The number of rounds in which the client trained.
-        noise: The standard deviation of the noise in training as a multiple of ``clip``, after division by ``divided``;
-            None without noise.
-        divided: The number by which the noise was divided; 1 in an audit, and larger in a control.
+        noise: The standard deviation of the noise in training (already divided by ``divided``), as a multiple of
+            ``clip``; None without noise.
+        divided: The number by which the noise was divided; 1 in an audit, larger in a control (a check of the audit).
         epsilon: The ε that the accountant computes for the run's noise; None without noise.
         delta: The δ to which ``epsilon`` and ``bound`` refer.
         guesses: The number of guesses that gave the best bound.
@@ -109,8 +109,8 @@ def audit_canaries(
         canaries: The number of canaries.
         client: The client that has the canaries. Default: the client with the most samples.
         confidence: The confidence level of the bound.
-        divide_noise: A number by which the noise is divided, as a control. The accountant's ε still refers to the
-            run's original noise. If the number is large, the bound should therefore exceed ε.
+        divide_noise: A number by which the noise is divided, to check the audit itself (a control). The accountant's ε
+            still refers to the run's original noise. If the number is large, the bound should therefore exceed ε.
         seed: The seed with which the canaries are drawn. Two audits with the same seed have the same result.
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
@@ -178,7 +178,7 @@ def train(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        For each canary, the sum of the visible updates of the canary's parameter, shape (canaries,). The second value
+        For each canary, the sum over rounds of its parameter's visible changes, shape (canaries,). The second value
         is the engine that ran the clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds

@@ -1,7 +1,7 @@
 """Print tables in terminals: headings are bold and stand above a line, and names and numbers do not wrap.
 
 If a terminal is too narrow for all columns, the table omits the least important columns. A line below the table then
-says how many columns are missing.
+says how many columns are not shown.
 """
 
 from __future__ import annotations

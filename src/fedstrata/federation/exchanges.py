@@ -211,7 +211,7 @@ class Exchanges:
         Args:
             asked: The requests that were sent.
             outcomes: The reply or the failure of each client.
-            together: Whether the clients added up tensors with each other, so that each reply depends on all clients.
+            together: Whether tensors were added up over the clients, so that each reply depends on all clients.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
         log, replies = self.log, Replies()
@@ -305,10 +305,9 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
         round: Number of finished rounds, R, including this round.
 
     Returns:
-        The metrics ``transfers`` (the argument), ``transfers_per_client`` (f, the mean number of transfers over all
-        clients), ``update_bytes`` (C) and ``client_bytes``. ``client_bytes`` is the mean number of bytes that
-        a client has sent: R × C × f. The formula assumes that all earlier rounds had the same number of transfers as
-        this round.
+        The metrics ``transfers`` (the argument), ``transfers_per_client`` (f = ``transfers`` / N), ``update_bytes`` (C)
+        and ``client_bytes``. ``client_bytes`` is the mean number of bytes that a client has sent: R × C × f. The
+        formula assumes that all earlier rounds had the same number of transfers as this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

@@ -27,8 +27,8 @@ class SFLState:
 class SFL(Method):
     """One model visits the clients of a round in random order, and each client trains the model.
 
-    Models are not averaged, so the model drifts towards the data of the clients that it visited most recently. The more
-    the clients' data differ, the larger the drift.
+    The server does not average models, so the model drifts towards the data of the most recent clients. The more the
+    clients' data differ, the larger the drift.
 
     Args:
         client_sampler: Client sampler, which chooses the clients that the model visits.
@@ -40,7 +40,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for local BatchNorm statistics, or for a sampler that needs the models of all clients."""
+        """Raise ``SpecError`` if BatchNorm statistics are local, or if the sampler needs the models of all clients."""
         if config.training.batch_norm == "local":
             problem = "SFL trains one model with one set of BatchNorm statistics. Set training.batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")

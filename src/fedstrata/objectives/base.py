@@ -1,4 +1,4 @@
-"""The base class of objectives for local training, and plain cross-entropy.
+"""Define the base class of objectives for local training, and the plain cross-entropy objective.
 
 An objective consists of *hooks*: methods that clients and the server call at certain points of a round. On a client,
 hooks compute the loss, a correction of the gradient, and a message to the server. On the server, hooks compute a
@@ -91,7 +91,7 @@ class Trained:
         steps: The number K of steps that were taken.
         model: The client's model in evaluation mode, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: The minimum number of samples for each value that a client sends (``privacy.min_samples``).
+        least: Each value that a client sends must depend on at least this many samples (``privacy.min_samples``).
     """
 
     params: Params
@@ -254,7 +254,7 @@ class Objective(Setting):
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Compute values from the client's data before training, and return the server's message with these values.
+        """Compute values from the client's data before training, and return ``received`` with these values added.
 
         Args:
             model: The client's model, into which ``weights`` are not loaded yet.

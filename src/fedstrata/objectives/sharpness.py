@@ -58,13 +58,13 @@ class GloballySharpnessAware(Objective):
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t and w_t is the current global
     model. The earlier model w_old is from the most recent round in which the server used the client's reply. The
-    difference d estimates the direction in which the loss of the whole federation grows. A client computes one gradient
+    difference d estimates the direction in which the loss over all clients grows. A client computes one gradient
     per step, and stores w_old. A client's first round is the same as in FedAvg. The norm includes all parameters that
     the client trains.
 
     This implementation follows the paper. In the authors' program, the server sends the most recent change of the
-    global model to all clients. The clients take one number per tensor from this change, and use it for all entries of
-    the tensor.
+    global model to all clients. Of each tensor of this change, the clients use only one number, in place of all
+    entries.
 
     Args:
         rho: Distance ρ between the parameters w and the point at which gradients are computed.
@@ -96,7 +96,7 @@ class GloballySharpnessAware(Objective):
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Store w_t in the client's state.
 
-        In a subclass with another objective, also return that objective's message and state.
+        A subclass that combines two objectives also returns the other objective's message and state.
         """
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

@@ -89,7 +89,7 @@ class Band(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve in a chart: R horizontal positions, and the mean and standard deviation over seeds, shape (R,)."""
+    """A curve in a chart: horizontal positions, means and standard deviations over seeds; each of shape (R,)."""
 
     x: Ints | Floats
     mean: Floats
@@ -241,7 +241,7 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the MB sent and received from the start to each of R rounds, averaged over seeds, shape (R,)."""
+    """Return the MB sent and received until the end of each of R rounds, as means over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
@@ -256,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """For each round and outcome, draw the number of invited clients, as stacked means over seeds."""
+    """Draw, for each round, the mean number of invited clients over seeds, with one stacked area per outcome."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)

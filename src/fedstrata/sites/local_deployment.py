@@ -21,7 +21,7 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
     Args:
         spec: The experiment.
         sites: The federation; the server's host must be ``localhost``.
-        out: The folder for the parties' folders and the result. This folder must not exist, or must be empty.
+        out: The folder that will contain the parties' folders and the result. It must not exist, or must be empty.
         base_dir: The folder to which relative paths of data files refer.
         report: A function that is called with a line of text about each event, such as the start of the job.
 

@@ -1,4 +1,4 @@
-"""Record which clients the server can still ask for samples of each label in an epoch."""
+"""Record, for each label, which clients the server can still ask for samples in an epoch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Roster:
         Args:
             client: The client that replied.
             missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
-            exhausted: The placeholders of the labels whose samples are all used, according to the client's reply.
+            exhausted: The client replied that it has no unused samples of these labels (given as placeholders).
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]
@@ -85,7 +85,7 @@ class Roster:
             self.available[rows] = self.present[rows] = False
 
     def refill(self, place: int, positions: int) -> bool:
-        """Let the present holders of a label use all their samples of the label again, beginning with the next request.
+        """From the next request on, make all samples of a label usable again, for those holders that are present.
 
         Args:
             place: The index of the label's placeholder in ``holders.placeholders``.
@@ -112,8 +112,8 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels for which the client may use all its samples again, as indices into
-                ``holders.placeholders``.
+            refill: The labels to refill: the client may use all its samples of these labels, even samples already used.
+                The labels are indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

@@ -13,7 +13,7 @@ class Smoothed(fs.Objective):
     """Cross-entropy with smoothed labels.
 
     Args:
-        smoothing: The fraction of the target probability that is divided equally among all classes.
+        smoothing: The part of the target class's probability that is spread equally over all classes.
     """
 
     smoothing: float = Field(default=0.1, ge=0, lt=1)  # a setting; set it with --set method.objective.smoothing=0.2

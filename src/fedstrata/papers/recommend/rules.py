@@ -1,4 +1,4 @@
-"""Define rules that recommend methods for comparisons. A rule applies if a measured property reaches a limit."""
+"""Define rules that recommend which methods to compare. A rule applies if a measured property reaches a limit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Claim(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule that recommends methods for comparison if a property is at least ``least``.
+    """A rule that recommends methods to compare if a measured property is ``least`` or more.
 
     Args:
         key: Name of the property in ``Properties``.
-        least: Minimum value of the property (the rule's limit). Limits are conventions, because we have not measured
-            where methods begin to help. If a rule cites one of our results, the limit is so low that the rule applies
-            to the setting of this result.
+        least: Minimum value of the property (the rule's limit). Limits are conventions: we have not measured from
+            which value on a method helps. If a rule cites one of our results, the result's setting reaches
+            the limit.
         methods: A mapping from each method to a claim about the method.
     """
 
