@@ -289,7 +289,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
-    """Return a Markdown table with the progress of each paper's tables, and the expected time for missing runs."""
+    """List the papers' tables in Markdown: how many of their runs are finished, and how long the others will take."""
     lines = ["| table | runs | done | time left on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]

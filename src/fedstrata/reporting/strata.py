@@ -110,7 +110,7 @@ def draw_strata(view: View, path: Path | str) -> None:
 
 
 def outline_strata(axes: Axes, where: Floats, strata: Ints, *, has_numbers: bool = True) -> None:
-    """Draw a line around the points of each stratum, optionally with the number of points above the line.
+    """Draw a line around the points of each stratum, and optionally write above it how many points the stratum has.
 
     Args:
         axes: The axes.

@@ -220,8 +220,8 @@ class SketchReply(Reply):
 class Sketch(ModelRequest):
     """A request to train once from the global model, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because the state
-    of an objective must change only in rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because its
+    state must not change in rounds in which the client does not take part.
 
     Args:
         round: The round, counted from 1.
