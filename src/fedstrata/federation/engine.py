@@ -44,7 +44,7 @@ class FederationConfig:
         random: Whether the model's forward pass draws random numbers during training, as a dropout layer does.
         privacy: The privacy settings, such as the minimum number of samples from which a client may compute a reply.
         strata: Number of strata (groups of samples, such as classes); 0 if samples have no strata.
-        places: Maximum weight of a sample: the number of tokens or pixels in its target, or 1 for other targets.
+        places: Number of tokens or pixels in a sample's target (the sample's maximum weight); 1 for other targets.
         task: The task, which defines the loss.
         augment: The augmentation of the inputs on which clients train; None if inputs are not augmented.
     """
@@ -180,7 +180,7 @@ class Engine(ABC):
         return
 
     def save(self, round: int) -> None:
-        """Let the clients save to disk the states that they have after ``round``.
+        """Let the clients save their states after ``round`` to disk.
 
         The server calls this method before each checkpoint.
         """

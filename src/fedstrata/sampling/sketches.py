@@ -83,8 +83,8 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
     Returns:
         Two arrays. The first array contains the means, ascending, shape (d',). If the vector has fewer than d'
-        different values, the array is shorter. The second array contains the index of the mean for every coordinate,
-        shape (d,).
+        different values, the array is shorter. For every coordinate, the second array contains the index of its mean in
+        the first array, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
