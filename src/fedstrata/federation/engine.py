@@ -104,7 +104,7 @@ class RelaySession(Protocol):
 
 
 class SecureSums(Protocol):
-    """The server's part in secure sums, in a deployment."""
+    """What the server does in a deployment to compute secure sums."""
 
     def ask(
         self, federation: Any, clients: Iterable[ClientId], request: Request, ring: Any, work: Any, continues: bool
@@ -116,7 +116,7 @@ class Engine(ABC):
     """Base class of engines, which run the clients in this process, in other processes or at sites.
 
     - ``ask`` lets clients answer requests, either independently or *together*. Clients that answer together can add up
-    tensors with each other (``all_reduce_sum``). ``ask_sum`` returns the sum of all replies if the engine can compute
+    their tensors (``all_reduce_sum``). ``ask_sum`` returns the sum of all replies if the engine can compute
     the sum in one pass.
 
     - ``relay`` sends a model from client to client.
@@ -147,8 +147,7 @@ class Engine(ABC):
 
         Args:
             requests: The request to each client.
-            together: Whether all clients run at the same time and can add up tensors with each other
-                (``all_reduce_sum``).
+            together: Whether all clients run at the same time and can add up their tensors (``all_reduce_sum``).
         """
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:

@@ -98,7 +98,7 @@ def compared(
 
     Args:
         values: Results of the first row, as a mapping from seeds to numbers.
-        baseline: Results of the second row, which are subtracted, as a mapping from seeds to numbers.
+        baseline: Results to subtract, which are those of the second row, as a mapping from seeds to numbers.
         together: Number of intervals that must hold simultaneously with 95 % confidence.
         unit: Unit of the difference, which is a key of ``UNITS``.
     """

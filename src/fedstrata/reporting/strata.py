@@ -70,8 +70,8 @@ def outline(points: Floats, pad: Floats) -> Floats:
 def draw_strata(view: View, path: Path | str) -> None:
     """Write a picture with two charts of the clients: one of the server's strata, and one of the class labels.
 
-    A line surrounds the clients of each stratum. The number of clients is above the line. Colours stand for class
-    labels.
+    A line surrounds the clients of each stratum. The number of clients is above the line. The colours show the class
+    labels of the clients.
 
     Args:
         view: The strata.
