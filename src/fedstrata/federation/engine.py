@@ -31,7 +31,7 @@ class FederationConfig:
     Args:
         seed: The experiment's seed.
         training: The settings of local training.
-        model: The model's architecture, without parameters. Each call of the model takes parameters as an argument.
+        model: The model's architecture, without parameters. Pass parameters to each call of the model.
         outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None in a deployment. Methods use the sizes only for
@@ -100,7 +100,7 @@ class RelaySession(Protocol):
         """Accept or reject the latest hop and the client's new state. Do not call this method after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops and, for each of these hops, the complete reply or the failure."""
+        """Return the final model and, for each accepted hop, the complete reply, or a failure if its model was lost."""
 
 
 class SecureSums(Protocol):

@@ -99,7 +99,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
         quick: Whether the results come from the small experiments of ``--quick``.
 
     Returns:
-        A mapping from the name of each such file or run to the problem.
+        A mapping from the name of each file or run with a problem to the description of the problem.
     """
     results, problems, texts = known(out), dict[str, str](), dict[str, str]()
     for name in [*FILES, *(f"{paper}.md" for paper in PAPERS)]:

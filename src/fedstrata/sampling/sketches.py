@@ -249,7 +249,7 @@ class Sketches:
     Args:
         known: The clients with a sketch, ascending, int64.
         points: The sketches of the clients in ``known``, shape (len(known), K).
-        sent: The sketch of the global model that the server sent most recently, shape (K,), float32; empty before the
+        sent: The sketch, shape (K,), float32, of the global model that the server sent most recently; empty before the
             first round.
     """
 
