@@ -283,7 +283,7 @@ def with_rows(known: Ints, points: Floats32, clients: Ints, rows: Floats32) -> t
         rows: The new rows, shape (c, d).
 
     Returns:
-        The client of each row of the new matrix, and the new matrix.
+        Two arrays: the client of each row of the new matrix, and the new matrix.
     """
     union = np.union1d(known, clients)
     result = np.empty((len(union), rows.shape[1]), dtype=np.float32)
