@@ -213,7 +213,7 @@ class Registry(Generic[T]):
         The value is a name, a mapping with the key ``name``, or an instance.
 
         Raises:
-            SpecError: The name is unknown, or a setting is wrong. The key in the error is relative to ``value``.
+            SpecError: The name is unknown, or a setting is wrong. The key path in the error begins at ``value``.
         """
         if isinstance(value, self.base):
             return value

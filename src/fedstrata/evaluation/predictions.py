@@ -112,7 +112,7 @@ class Rows:
         return Rows(arrays, self.losses[part], self.weights[part])
 
     def sums(self, name: str, owners: Ints, clients: int) -> Reals:
-        """Return the sum of one entry of ``arrays`` over the samples of each client.
+        """Return, for each client, the sum of one entry of ``arrays`` over the client's samples.
 
         Args:
             name: The name of the entry.

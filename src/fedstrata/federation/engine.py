@@ -31,7 +31,7 @@ class FederationConfig:
     Args:
         seed: The experiment's seed.
         training: The settings of local training.
-        model: The model's architecture, without parameters. Each call of the model takes parameters as an argument.
+        model: The model's architecture, without parameters. Pass parameters to each call of the model.
         outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None in a deployment. Methods use the sizes only for
@@ -44,7 +44,7 @@ class FederationConfig:
         random: Whether the model's forward pass draws random numbers during training, as a dropout layer does.
         privacy: The privacy settings, such as the minimum number of samples from which a client may compute a reply.
         strata: Number of strata (groups of samples, such as classes); 0 if samples have no strata.
-        places: Maximum weight of a sample: the number of tokens or pixels in its target, or 1 for other targets.
+        places: Number of tokens or pixels in a sample's target (the sample's maximum weight); 1 for other targets.
         task: The task, which defines the loss.
         augment: The augmentation of the inputs on which clients train; None if inputs are not augmented.
     """
@@ -73,7 +73,7 @@ class Failure:
     Args:
         reason: Why the client's reply is missing or cannot be used, in words.
         error: The client's exception; None if the client did not raise an exception.
-        bystander: Whether the reply is missing only because it needs tensors of another client, which failed.
+        bystander: Whether the reply is missing only because another client failed, whose tensors the reply needs.
         refused: Whether the reply was refused: the server cannot use the reply, or the client withheld the reply.
     """
 
@@ -100,11 +100,11 @@ class RelaySession(Protocol):
         """Accept or reject the latest hop and the client's new state. Do not call this method after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops and, for each of these hops, the complete reply or the failure."""
+        """Return the final model and, for each accepted hop, the complete reply, or a failure if its model was lost."""
 
 
 class SecureSums(Protocol):
-    """The server's part in secure sums, in a deployment."""
+    """What the server does in a deployment to compute secure sums."""
 
     def ask(
         self, federation: Any, clients: Iterable[ClientId], request: Request, ring: Any, work: Any, continues: bool
@@ -116,7 +116,7 @@ class Engine(ABC):
     """Base class of engines, which run the clients in this process, in other processes or at sites.
 
     - ``ask`` lets clients answer requests, either independently or *together*. Clients that answer together can add up
-    tensors with each other (``all_reduce_sum``). ``ask_sum`` returns the sum of all replies if the engine can compute
+    their tensors (``all_reduce_sum``). ``ask_sum`` returns the sum of all replies if the engine can compute
     the sum in one pass.
 
     - ``relay`` sends a model from client to client.
@@ -147,8 +147,7 @@ class Engine(ABC):
 
         Args:
             requests: The request to each client.
-            together: Whether all clients run at the same time and can add up tensors with each other
-                (``all_reduce_sum``).
+            together: Whether all clients run at the same time and can add up their tensors (``all_reduce_sum``).
         """
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
@@ -180,7 +179,7 @@ class Engine(ABC):
         return
 
     def save(self, round: int) -> None:
-        """Let the clients save to disk the states that they have after ``round``.
+        """Let the clients save their states after ``round`` to disk.
 
         The server calls this method before each checkpoint.
         """

@@ -34,7 +34,7 @@ class Distilled(Objective):
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     """Return the Kullback–Leibler divergence of the student from the teacher for every sample, shape (B,).
 
-    The divergence is Σ_c p_c log(p_c / q_c) with p = softmax(z_t) of the teacher and q = softmax(z) of the student.
+    The divergence is Σ_c p_c log(p_c / q_c), with the teacher's p = softmax(z_t) and the student's q = softmax(z).
 
     Args:
         teacher: The teacher's logits z_t, shape (B, C).

@@ -38,7 +38,7 @@ class Comparison(NamedTuple):
         column: Name of the column in which the claim's row is compared.
         than: Name of the other row, or of the other column.
         alone: The difference, with a 95 % interval for this comparison only.
-        together: The difference, with a wider interval than ``alone``. With 95 % confidence, these intervals of all
+        together: The difference, with a wider interval. With 95 % confidence, the intervals ``together`` of all
             comparisons of the claim hold simultaneously.
     """
 
@@ -98,7 +98,7 @@ def compared(
 
     Args:
         values: Results of the first row, as a mapping from seeds to numbers.
-        baseline: Results of the second row, which are subtracted, as a mapping from seeds to numbers.
+        baseline: Results to subtract, which are those of the second row, as a mapping from seeds to numbers.
         together: Number of intervals that must hold simultaneously with 95 % confidence.
         unit: Unit of the difference, which is a key of ``UNITS``.
     """

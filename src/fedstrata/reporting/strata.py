@@ -70,8 +70,8 @@ def outline(points: Floats, pad: Floats) -> Floats:
 def draw_strata(view: View, path: Path | str) -> None:
     """Write a picture with two charts of the clients: one of the server's strata, and one of the class labels.
 
-    A line surrounds the clients of each stratum. The number of clients is above the line. Colours stand for class
-    labels.
+    A line surrounds the clients of each stratum. The number of clients is above the line. The colours show the class
+    labels of the clients.
 
     Args:
         view: The strata.
@@ -110,7 +110,7 @@ def draw_strata(view: View, path: Path | str) -> None:
 
 
 def outline_strata(axes: Axes, where: Floats, strata: Ints, *, has_numbers: bool = True) -> None:
-    """Draw a line around the points of each stratum, optionally with the number of points above the line.
+    """Draw a line around the points of each stratum, and optionally write above it how many points the stratum has.
 
     Args:
         axes: The axes.

@@ -148,9 +148,9 @@ class FedSSARSampler(ClientSampler):
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
     """Return the number of clients to draw from each cluster: in proportion to its size, but at most ``available``.
 
-    The draws are allocated by the largest-remainder method (see ``allocate``). Each cluster that has available clients
-    gets at least one draw. If there are fewer draws than clusters with available clients, clusters are drawn at random,
-    so that every available client has the same probability of being drawn.
+    The draws are allocated by the largest-remainder method (see ``allocate``). If there are enough draws, each cluster
+    with available clients gets at least one. Otherwise, clusters are drawn at random, in proportion to ``available``.
+    Every available client is then drawn with the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.

@@ -78,7 +78,7 @@ class PowerOfChoice(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return two requests: for numbers of samples (once per run), and for candidates' losses (in every round)."""
+        """Return the request for the number of samples (once per run) and the request for the loss (in every round)."""
         return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:

@@ -83,8 +83,8 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
     Returns:
         Two arrays. The first array contains the means, ascending, shape (d',). If the vector has fewer than d'
-        different values, the array is shorter. The second array contains the index of the mean for every coordinate,
-        shape (d,).
+        different values, the array is shorter. For every coordinate, the second array contains the index of its mean in
+        the first array, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
@@ -220,8 +220,8 @@ class SketchReply(Reply):
 class Sketch(ModelRequest):
     """A request to train once from the global model, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because the state
-    of an objective must change only in rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because its
+    state must not change in rounds in which the client does not take part.
 
     Args:
         round: The round, counted from 1.
@@ -249,7 +249,7 @@ class Sketches:
     Args:
         known: The clients with a sketch, ascending, int64.
         points: The sketches of the clients in ``known``, shape (len(known), K).
-        sent: The sketch of the global model that the server sent most recently, shape (K,), float32; empty before the
+        sent: The sketch, shape (K,), float32, of the global model that the server sent most recently; empty before the
             first round.
     """
 
@@ -283,7 +283,7 @@ def with_rows(known: Ints, points: Floats32, clients: Ints, rows: Floats32) -> t
         rows: The new rows, shape (c, d).
 
     Returns:
-        The client of each row of the new matrix, and the new matrix.
+        Two arrays: the client of each row of the new matrix, and the new matrix.
     """
     union = np.union1d(known, clients)
     result = np.empty((len(union), rows.shape[1]), dtype=np.float32)

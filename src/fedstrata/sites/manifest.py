@@ -35,7 +35,7 @@ def fingerprint(data: Path | None, folder: Path) -> str:
 
     Args:
         data: The site's data file.
-        folder: The folder of the key. The key is created if it does not exist.
+        folder: The folder that contains the key. The key is created if it does not exist.
     """
     if data is None:
         return ""
@@ -75,8 +75,8 @@ def sign(run: Path, kit: Path) -> Path:
 def verify(run: Path, kit: Path) -> dict[str, Any]:
     """Check the signature of a run folder's manifest and the hashes of all files, and return the manifest.
 
-    Only the administrator's signature is accepted, although sites also have certificates of the federation. If a file
-    (such as a report) is not in the manifest, a message is logged.
+    Only the administrator's signature is accepted; a site's signature is rejected. If a file (such as a report) is not
+    in the manifest, a message is logged.
 
     Args:
         run: The run folder.
