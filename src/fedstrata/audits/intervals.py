@@ -115,8 +115,8 @@ def best_bound(
 ) -> tuple[int, int, float]:
     """Guess which canaries were in the data, and return the best lower bound on ε.
 
-    Half of the guesses are "in the data", for the canaries with the lowest scores. The other half are "not in the
-    data", for the canaries with the highest scores. Each fraction in ``SHARES`` gets an equal part of the error
+    Guess "in the data" for the canaries with the lowest scores, and "not in the data" for equally many canaries with
+    the highest scores. Each fraction in ``SHARES`` gets an equal part of the error
     probability, so the best bound is valid.
 
     Args:

@@ -68,7 +68,7 @@ class FedSamplingData(DataSampler):
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         reuse: Whether each client reports its number of samples only once. If false, random errors partly cancel out
-            over rounds, but a client spends T ε for T reports.
+            over rounds, but a client that sends T reports spends T times ε.
     """
 
     needs_replies = ""

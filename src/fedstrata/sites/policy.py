@@ -72,7 +72,7 @@ class Policy(Setting):
             an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more samples.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
             ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer.
-            Except in batches of Stratify, requests about fewer than ``min_samples`` samples are never answered.
+            Other requests are never answered if they concern fewer than ``min_samples`` samples.
         rounds: The largest number of rounds of a job.
         exchanges: The largest number of request messages that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
@@ -262,7 +262,7 @@ class Policy(Setting):
 
         Args:
             job: The hash of the job.
-            counts: The number of occurrences of each category or value of a column, or of each target.
+            counts: How often each category (or value) of a column occurs, or how often each target occurs.
             least: The minimum count that may leave the site.
 
         Raises:
@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return ``privacy``, with this policy's ``min_samples`` and ``below`` if this ``min_samples`` is larger.
+        """Return ``privacy``; use the policy's ``min_samples`` and ``below`` if the policy requires more samples.
 
         Args:
             privacy: The privacy settings of the spec.
