@@ -116,8 +116,8 @@ def best_bound(
     """Guess which canaries were in the data, and return the best lower bound on ε.
 
     Guess "in the data" for the canaries with the lowest scores, and "not in the data" for equally many canaries with
-    the highest scores. Each fraction in ``SHARES`` gets an equal part of the error
-    probability, so the best bound is valid.
+    the highest scores. Each fraction in ``SHARES`` gets an equal part of the error probability, so the best bound is
+    valid.
 
     Args:
         scores: For each canary, the sum of the updates of the canary's parameter.

@@ -282,7 +282,7 @@ class LocalGroup:
         self._broken: str | None = None
 
     def member(self, number: int) -> ReduceGroup:
-        """Return the connection of member ``number``, counted from 0, for use by one thread."""
+        """Return the connection of member ``number`` (counted from 0); only one thread may use it."""
         if not 0 <= number < self.size:
             raise ValueError(f"member {number} does not exist: the group has members 0 to {self.size - 1}")
         return ReduceGroup(self, number)
@@ -316,8 +316,8 @@ class LocalGroup:
             parts: A mapping from the index of each member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended, was too late or added two tensors to one sum, or the tensors'
-                shapes differ.
+            GroupBrokenError: A member failed, ended, was too late or added two tensors to one sum. The error is also
+                raised if the shapes of the tensors differ.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

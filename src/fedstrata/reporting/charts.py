@@ -229,8 +229,8 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """For each bar of the participation chart, count the invited clients by outcome, such as a dropout.
 
-    The records count refused replies as failures. This function uses the run's events to count these replies
-    separately.
+    In the records, refused replies are included in the failures. This function counts refused replies separately,
+    with the help of the run's events.
 
     Returns:
         A dict for JSON with the keys ``run`` (the run's name), ``rounds`` (the number of rounds), ``each`` (the number

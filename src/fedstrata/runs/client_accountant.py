@@ -96,8 +96,8 @@ class ClientAccountant(RunAccountant):
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
         """Count a round for each client that could take part; see ``RunAccountant``.
 
-        The round also counts for invited clients that did not reply, because replies must not affect later invitations.
-        With Poisson sampling, the round counts for all clients, because the server could have drawn any client.
+        Invited clients that did not reply are included, because replies must not affect later invitations.
+        With Poisson sampling, the round is counted for all clients, because the server could have drawn any client.
         """
         rounds = self._rounds(memory).copy()
         rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1

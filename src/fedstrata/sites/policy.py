@@ -80,8 +80,8 @@ class Policy(Setting):
             requests since its last checkpoint.
         surveys: The largest number of different statistics of its own data that the site sends to jobs that are not
             approved. A spec with another seed holds out different samples for tests. Two answers can therefore differ
-            by a single sample and reveal this sample. The limit also holds for the descriptions (``[data]``) that jobs
-            try on the data. Failed requests count too, because an error reveals something about the data.
+            by a single sample and reveal this sample. The limit also holds for the data descriptions (``[data]``)
+            that jobs try at the site. Failed requests are also counted, because errors reveal something about the data.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) that a job may set. With 0, jobs do not need differential privacy,
@@ -240,7 +240,7 @@ class Policy(Setting):
         return f"{values} would be sent without noise. This site allows this only for: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Raise an error if other jobs already got as many different replies about the data as ``surveys`` allows.
+        """Raise an error for a new reply about the data if jobs already received ``surveys`` different replies.
 
         Args:
             job: The hash of the job.
@@ -258,7 +258,7 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"{problem}. To approve this job nevertheless, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Raise an error if a category, a target or a value occurs, but fewer than ``least`` times.
+        """Raise an error if a category, a target or a value occurs at least once, but fewer than ``least`` times.
 
         Args:
             job: The hash of the job.

@@ -2,8 +2,8 @@
 
 All started processes end when the process that started them ends.
 
-The call ``python -m fedstrata.sites.processes COMMAND`` runs a command. If standard input is closed before the command
-ends, the call kills the command.
+The call ``python -m fedstrata.sites.processes COMMAND`` runs a command. The command is killed if standard input is
+closed before the command ends.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Protocol:
         availabilities: A mapping from names to the availability models of the columns.
         more: A mapping from the names of additional columns to their settings. An additional column runs only if the
             user names it.
-        grid: A mapping from each method to its tuned setting and the values to try.
+        grid: For each method, a mapping from the setting to tune to the values to try.
         compositions: A mapping from the name of each composition to its section ``method``.
         seconds: A mapping from each entry to the expected seconds per run on one core. The key "" stands for all other
             entries.
