@@ -79,7 +79,7 @@ class FedSamplingData(DataSampler):
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for ``reuse`` with secure sums. Warn if a client has more samples than M allows."""
+        """Raise ``SpecError`` if ``reuse`` is set and sums are secure. Warn if a client has more samples than M − 1."""
         if self.reuse and config.privacy.sums == "secure":
             problem = "requires each client's reply, but the server sees only sums. Set reuse = false, or "
             problem += "privacy.sums = 'plain'."
