@@ -36,7 +36,7 @@ With less noise, sampling hardly affects ε.
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     """Return the probability that a client takes part in a round; None if client sampling does not lower ε.
 
-    Sampling lowers ε only if each client is drawn independently in every round, and if other parties do not see which
+    Sampling lowers ε only if clients are drawn independently in every round and other parties do not see which
     clients take part. If the number of rounds per client is limited, the draws are not independent.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients

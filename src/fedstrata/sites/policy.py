@@ -89,8 +89,8 @@ class Policy(Setting):
         outside_dp: Names of the values to which a job with differential privacy need not add noise. The names are
             ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect only if
             the site requires differential privacy.
-        budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
-            a round that would exceed this budget. Default: no limit.
+        budget: The largest ε of differential privacy that all jobs together may spend. Before a round would exceed this
+            budget, the site stops answering. Default: no limit.
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
             so that the server sees only the final model. ``server``: the server may see every intermediate model.
@@ -102,7 +102,7 @@ class Policy(Setting):
             with ``privacy.sums = "plain"``. ``plain``: jobs may use plain or secure sums.
         parties: The smallest number of sites in a secure sum, at least 3.
         peers: The certificate fingerprints of the other sites in secure sums, from the output of ``fedstrata check``.
-            Get each fingerprint from the site itself, and not from the server. Default: every site with a certificate
+            Ask the sites, and not the server, for the fingerprints. Default: every site with a certificate
             of the federation.
     """
 
