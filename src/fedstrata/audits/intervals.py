@@ -60,7 +60,7 @@ class Rate:
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Return the maximum probability of ``right`` or more correct guesses under (ε, δ)-differential privacy.
 
-    Each canary was in the data with probability 1/2, independently. For some canaries, the attacker guesses whether the
+    Each canary was in the data with independent probability 1/2. For some canaries, the attacker guesses whether the
     canary was in the data (Steinke, Nasr & Jagielski 2023). Let W be the number of correct guesses among r guesses.
     Then P(W ≥ v) ≤ P(B ≥ v) + 2 m δ · max_i P(v − i ≤ B < v) / i. Here, B is binomial with r trials and the probability
     e^ε / (1 + e^ε), and m is the number of canaries.
@@ -115,9 +115,9 @@ def best_bound(
 ) -> tuple[int, int, float]:
     """Guess which canaries were in the data, and return the best lower bound on ε.
 
-    Half of the guesses are "in the data", for the canaries with the lowest scores. The other half are "not in the
-    data", for the canaries with the highest scores. Each fraction in ``SHARES`` gets an equal part of the error
-    probability, so the best bound is valid.
+    Guess "in the data" for the canaries with the lowest scores, and "not in the data" for equally many canaries with
+    the highest scores. Each fraction in ``SHARES`` gets an equal part of the error probability, so the best bound is
+    valid.
 
     Args:
         scores: For each canary, the sum of the updates of the canary's parameter.

@@ -54,7 +54,7 @@ class Worker:
             the child process must be able to import the function from a module.
         fork: Whether to fork this process instead of starting a new process; see ``can_fork``.
         daemon: Whether the child process is a daemon. A daemon may not have child processes.
-        inherited: This process's pipes to other workers. A fork inherits these pipes, and must close its copies.
+        inherited: The pipes from this process to other workers. A fork inherits these pipes, and must close its copies.
 
     Raises:
         OSError: The process cannot be started.

@@ -41,7 +41,7 @@ def by_class(codes: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints,
     """Sort all samples by class, in random order within each class.
 
     Returns:
-        The indices of the samples, the position at which each class begins, and the number of samples of each class.
+        The indices of the samples, the position of each class's first sample, and the number of samples of each class.
     """
     shuffled = rng.permutation(len(codes))
     sizes = np.bincount(codes, minlength=classes)

@@ -72,7 +72,7 @@ class HeldOut:
 
 
 def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
-    """Choose a fraction of each class for validation, before the samples are assigned to clients.
+    """Choose validation samples, a fraction of each class, before the samples are assigned to clients.
 
     Return sorted indices.
 
@@ -166,8 +166,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    The result is None if the partition does not use the data set's clients, or if test samples do not belong to
-    clients.
+    The result is None if the partition does not use the data set's clients, or if the data set does not
+    assign its test samples to clients.
     """
     if data.client_test is None or assignment.codes is None:
         return None
@@ -187,7 +187,7 @@ def split_each(
         data: The data set.
         share: The fraction to take.
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Different names give independent numbers.
+        purpose: A name for this use of random numbers. Uses with different names get independent numbers.
         least: The minimum number of samples to take from a client with at least two samples. The client always keeps
             at least one sample.
 
@@ -213,7 +213,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
         labels: The label of each sample, in the order of ``owners``.
         wanted: The number m of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Different names give independent numbers.
+        purpose: A name for this use of random numbers. Uses with different names get independent numbers.
 
     Returns:
         A mask with one entry per sample: True for the chosen samples.

@@ -4,7 +4,7 @@ Each client normalises its samples of a batch as if one machine had the whole ba
 adds up Σx, Σx² and the count over the clients. In the backward pass, every layer adds up Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂ over
 the clients, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m.
 ``torch.nn.SyncBatchNorm`` does the same across processes. The loss must be a *sum* over samples. The clients' gradients
-then add up to the gradient of the whole batch, also for the layer's weight and bias.
+(also those of the layer's weight and bias) then add up to the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class SharedNorm(torch.autograd.Function):
 
     The argument ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and
     ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``. From the quotients, each
-    client computes the gradient of its inputs. In the backward pass, σ² is treated as a mean of squared distances from
-    ``centre``. If the statistics are computed over the whole batch, ``centre`` is μ. If the statistics are averages of
-    the clients' statistics, ``centre`` is the client's own mean.
+    client computes the gradient of its inputs. The backward pass treats σ² as the mean of (x − ``centre``)².
+    If the statistics are computed over the whole batch, ``centre`` is μ. If the statistics are averages of the clients'
+    statistics, ``centre`` is the client's own mean.
     """
 
     @staticmethod
@@ -262,8 +262,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: How many seconds a member waits for the other members before the group breaks. None means no limit; a
-            member that fails must then always call ``abort``.
+        timeout: How many seconds a member waits for the other members before the group breaks. Without a
+            limit (None), a member that fails must always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -282,7 +282,7 @@ class LocalGroup:
         self._broken: str | None = None
 
     def member(self, number: int) -> ReduceGroup:
-        """Return the connection of member ``number``, counted from 0, for use by one thread."""
+        """Return the connection of member ``number`` (counted from 0); only one thread may use it."""
         if not 0 <= number < self.size:
             raise ValueError(f"member {number} does not exist: the group has members 0 to {self.size - 1}")
         return ReduceGroup(self, number)
@@ -297,7 +297,7 @@ class LocalGroup:
     def leave(self, *members: int) -> None:
         """Record that members have ended.
 
-        The group breaks if other members wait for tensors of the ended members, now or later.
+        The group breaks as soon as another member waits for a tensor of an ended member.
         """
         with self._changed:
             self._ended.update(members)
@@ -316,8 +316,8 @@ class LocalGroup:
             parts: A mapping from the index of each member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended, was too late or added two tensors to one sum, or the tensors'
-                shapes differ.
+            GroupBrokenError: A member failed, ended, was too late or added two tensors to one sum. The error is also
+                raised if the shapes of the tensors differ.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

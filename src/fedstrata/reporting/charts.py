@@ -229,8 +229,8 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """For each bar of the participation chart, count the invited clients by outcome, such as a dropout.
 
-    The records count refused replies as failures. This function uses the run's events to count these replies
-    separately.
+    In the records, refused replies are included in the failures. This function counts refused replies separately,
+    with the help of the run's events.
 
     Returns:
         A dict for JSON with the keys ``run`` (the run's name), ``rounds`` (the number of rounds), ``each`` (the number
@@ -260,8 +260,8 @@ def absences(run: Run, classes: int) -> dict[str, Any] | None:
     Returns:
         A dict for JSON. The keys ``run``, ``rounds`` and ``each`` have the same meaning as in ``fates``. The key
         ``some`` contains the number of rounds in which at least one class was absent. The key ``rows`` contains a
-        string for each class, with one digit per bar. The digit is 0 if the class was present in all rounds that the
-        bar covers, and 4 if it was absent in all these rounds.
+        string for each class, with one digit per bar. The digit is 4 f, rounded up, if the class was absent in a
+        fraction f of the rounds that the bar covers.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)

@@ -36,7 +36,7 @@ With less noise, sampling hardly affects ε.
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     """Return the probability that a client takes part in a round; None if client sampling does not lower ε.
 
-    Sampling lowers ε only if each client is drawn independently in every round, and if other parties do not see which
+    Sampling lowers ε only if clients are drawn independently in every round and other parties do not see which
     clients take part. If the number of rounds per client is limited, the draws are not independent.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
@@ -96,8 +96,8 @@ class ClientAccountant(RunAccountant):
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
         """Count a round for each client that could take part; see ``RunAccountant``.
 
-        The round also counts for invited clients that did not reply, because replies must not affect later invitations.
-        With Poisson sampling, the round counts for all clients, because the server could have drawn any client.
+        Invited clients that did not reply are included, because replies must not affect later invitations.
+        With Poisson sampling, the round is counted for all clients, because the server could have drawn any client.
         """
         rounds = self._rounds(memory).copy()
         rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1

@@ -58,17 +58,17 @@ class Everyone(ClientSampler):
 class FedSamplingData(DataSampler):
     """Each participant draws samples at random, so that a round uses K samples on average.
 
-    The probability of drawing a sample is K, divided by the server's estimate of the participants' total number of
+    The probability of drawing a sample is K / ñ. Here, ñ is the server's estimate of the participants' total number of
     samples.
 
     Args:
         samples: Mean number K of samples that a round uses.
         epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples.
-            Clients nevertheless disclose how many samples they used. Default: clients report exact numbers.
+            The number of samples that a client uses is not protected. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         reuse: Whether each client reports its number of samples only once. If false, random errors partly cancel out
-            over rounds, but T reports cost a client a total of T ε.
+            over rounds, but a client that sends T reports spends T times ε.
     """
 
     needs_replies = ""
@@ -79,7 +79,7 @@ class FedSamplingData(DataSampler):
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for ``reuse`` with secure sums. Warn if a client has more samples than M allows."""
+        """Raise ``SpecError`` if ``reuse`` is set and sums are secure. Warn if a client has more samples than M − 1."""
         if self.reuse and config.privacy.sums == "secure":
             problem = "requires each client's reply, but the server sees only sums. Set reuse = false, or "
             problem += "privacy.sums = 'plain'."
@@ -87,7 +87,7 @@ class FedSamplingData(DataSampler):
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' numbers of samples, which is sent once or in every round."""
+        """Return the request (sent once or in every round) for the participants' numbers of samples."""
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
     @override
@@ -99,7 +99,7 @@ class FedSamplingData(DataSampler):
         return AnswersState.empty()
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Request unknown numbers of samples, estimate the total number ñ, and return the probability K/ñ."""
+        """Request numbers of samples that are still unknown, estimate the total ñ, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
         known = state if self.reuse else None

@@ -29,7 +29,7 @@ class Poisson(ClientSampler):
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Decide independently for each client that may be invited whether the client is drawn."""
+        """Draw clients, independently of each other, from the clients that may be invited."""
         config, candidates = federation.config, federation.candidates()
         drawn = federation.rng("client-sampling").random(config.clients) < self.cohort(config) / config.clients
         return Selection.plain(candidates[drawn[candidates]], len(candidates)), state

@@ -72,7 +72,7 @@ class Policy(Setting):
             an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more samples.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
             ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer.
-            Except in batches of Stratify, requests about fewer than ``min_samples`` samples are never answered.
+            Other requests are never answered if they concern fewer than ``min_samples`` samples.
         rounds: The largest number of rounds of a job.
         exchanges: The largest number of request messages that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
@@ -80,8 +80,8 @@ class Policy(Setting):
             requests since its last checkpoint.
         surveys: The largest number of different statistics of its own data that the site sends to jobs that are not
             approved. A spec with another seed holds out different samples for tests. Two answers can therefore differ
-            by a single sample and reveal this sample. The limit also holds for the descriptions (``[data]``) that jobs
-            try on the data. Failed requests count too, because an error reveals something about the data.
+            by a single sample and reveal this sample. The limit also holds for the data descriptions (``[data]``)
+            that jobs try at the site. Failed requests are also counted, because errors reveal something about the data.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) that a job may set. With 0, jobs do not need differential privacy,
@@ -89,8 +89,8 @@ class Policy(Setting):
         outside_dp: Names of the values to which a job with differential privacy need not add noise. The names are
             ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect only if
             the site requires differential privacy.
-        budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
-            a round that would exceed this budget. Default: no limit.
+        budget: The largest ε of differential privacy that all jobs together may spend. Before a round would exceed this
+            budget, the site stops answering. Default: no limit.
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
             so that the server sees only the final model. ``server``: the server may see every intermediate model.
@@ -102,7 +102,7 @@ class Policy(Setting):
             with ``privacy.sums = "plain"``. ``plain``: jobs may use plain or secure sums.
         parties: The smallest number of sites in a secure sum, at least 3.
         peers: The certificate fingerprints of the other sites in secure sums, from the output of ``fedstrata check``.
-            Get each fingerprint from the site itself, and not from the server. Default: every site with a certificate
+            Ask the sites, and not the server, for the fingerprints. Default: every site with a certificate
             of the federation.
     """
 
@@ -240,7 +240,7 @@ class Policy(Setting):
         return f"{values} would be sent without noise. This site allows this only for: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Raise an error if other jobs already got as many different replies about the data as ``surveys`` allows.
+        """Raise an error for a new reply about the data if jobs already received ``surveys`` different replies.
 
         Args:
             job: The hash of the job.
@@ -258,11 +258,11 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"{problem}. To approve this job nevertheless, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Raise an error if a category, a target or a value occurs, but fewer than ``least`` times.
+        """Raise an error if a category, a target or a value occurs at least once, but fewer than ``least`` times.
 
         Args:
             job: The hash of the job.
-            counts: The number of occurrences of each category or value of a column, or of each target.
+            counts: How often each category (or value) of a column occurs, or how often each target occurs.
             least: The minimum count that may leave the site.
 
         Raises:
@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return ``privacy``, with this policy's ``min_samples`` and ``below`` if this ``min_samples`` is larger.
+        """Return ``privacy``; use the policy's ``min_samples`` and ``below`` if the policy requires more samples.
 
         Args:
             privacy: The privacy settings of the spec.

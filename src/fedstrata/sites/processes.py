@@ -2,8 +2,8 @@
 
 All started processes end when the process that started them ends.
 
-The call ``python -m fedstrata.sites.processes COMMAND`` runs a command. If standard input is closed before the command
-ends, the call kills the command.
+The call ``python -m fedstrata.sites.processes COMMAND`` runs a command. The command is killed if standard input is
+closed before the command ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a command in a new session that ends when this process ends, even if this process is killed with SIGKILL.
 
-    A second process, the guard, starts the command. The guard reads a pipe from this process. When this process ends,
-    the operating system closes the pipe, and the guard kills the session.
+    A second process, the guard, starts the command. This process keeps a pipe to the guard open. When this process
+    ends, the operating system closes the pipe, and the guard kills the session.
 
     Args:
         command: The program and its arguments.

@@ -44,7 +44,7 @@ def _figure(ranking: Ranking, blocks: str) -> Figure:
 def draw(axes: Axes, ranking: Ranking, blocks: str) -> None:
     """Draw a ranking: a dot at each average rank, and a line that extends half the critical difference to each side.
 
-    The lines of two methods overlap if their ranks differ by less than the critical difference. The baseline is orange.
+    If the difference of two ranks is less than the critical difference, their lines overlap. The baseline is orange.
     """
     for place, (name, rank) in enumerate(ranking.ranks.items()):
         colour = ORANGE if name == BASELINE else BLUE

@@ -26,7 +26,7 @@ def progress(
         A dict with two lists: ``columns`` contains a dict per column, and ``entries`` contains a dict per entry. Each
         dict has the keys ``name``, ``cells`` (number of cells), ``done`` (number of finished cells) and ``hours``
         (expected time for the missing cells on one core). A cell is a tuning trial, or a run with one seed. ``refused``
-        is the number of (entry, column) pairs that cannot be trained. These pairs do not have cells.
+        is the number of (entry, column) pairs that cannot be trained. No cells are counted for these pairs.
     """
     seconds = measured(out, protocol)
     counts = [

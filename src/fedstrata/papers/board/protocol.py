@@ -92,7 +92,7 @@ class Protocol:
         availabilities: A mapping from names to the availability models of the columns.
         more: A mapping from the names of additional columns to their settings. An additional column runs only if the
             user names it.
-        grid: A mapping from each method to its tuned setting and the values to try.
+        grid: For each method, a mapping from the tuned setting to the values to try.
         compositions: A mapping from the name of each composition to its section ``method``.
         seconds: A mapping from each entry to the expected seconds per run on one core. The key "" stands for all other
             entries.
@@ -173,7 +173,7 @@ class Protocol:
         ]
 
     def runs(self, column: Column, entry: Entry, settings: Mapping[str, Any]) -> list[Cell]:
-        """Return an entry's cells, one per seed, with the settings that tuning has chosen."""
+        """Return an entry's cells with the tuned settings, one cell per seed."""
         return [self._cell(column, entry, TUNED, seed, settings) for seed in self.seeds]
 
     def _cell(
@@ -200,7 +200,7 @@ def read(name: str = CURRENT) -> Protocol:
 
 
 def importable(name: str) -> str:
-    """Convert ``FILE.py:Class`` to ``module:Class``, and let Python import modules from the folder of the file."""
+    """Convert ``FILE.py:Class`` to ``module:Class``, and add the file's folder to Python's search path."""
     path, colon, cls = name.partition(":")
     if not colon or not path.endswith(".py"):
         return name
