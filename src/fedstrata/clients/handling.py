@@ -65,7 +65,7 @@ def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a function that creates a ``RelayHandler`` for relays with tasks of the Python class ``kind``."""
+    """Mark a function that creates a ``RelayHandler`` for each relay whose task has the Python class ``kind``."""
     return _marking(kind, "relay")
 
 

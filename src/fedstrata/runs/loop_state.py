@@ -1,4 +1,4 @@
-"""Store the state of the loop over a run's rounds: evaluations, rounds of the latest replies, and callbacks' states.
+"""Store the state of the loop over a run's rounds, for example evaluations and callbacks' states.
 
 The loop is in ``Simulation``. The method's state is stored separately.
 """
@@ -69,7 +69,7 @@ class LoopState:
             such a round. The array is empty if clients do not have their own test samples.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard``.
         last: The latest evaluation.
-        best: The first evaluation with the best primary metric.
+        best: The evaluation with the best primary metric (the earliest if several are equally good).
         memory: A mapping from the name of each callback to its state between rounds.
         stopped: The reason why the run was stopped before its last round; empty if the run was not stopped.
         final_model: The model to save at the end of the run, and the model's round; None to save the model of the last

@@ -23,8 +23,8 @@ class MultiLabel(Task):
     half.
 
     Args:
-        stratum: Label that replaces the class in Stratify and in partitions by label: samples with and without this
-            label form two classes.
+        stratum: Label that defines two classes for Stratify and for partitions by label: the samples with this label,
+            and all other samples.
     """
 
     default_metrics = ("micro-f1", "macro-f1")
