@@ -1,4 +1,4 @@
-"""The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
+"""The built-in models, and users' own models (a spec names them as ``"module:factory"``).
 
 In all models, pooling precedes ReLU. The reverse order would give the same result, but ReLU would process four times as
 many values. Convolutions and images are in channels-last memory format.

@@ -180,7 +180,7 @@ class ClientSampler(Setting):
         """
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Return the sampler's new state, which is updated with the replies of a round.
+        """Return the sampler's state, updated with the replies of a round.
 
         Args:
             state: The sampler's state.
