@@ -83,7 +83,7 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
 
 
 def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
-    """Divide ``budget`` in proportion to ``weights``; each result is a real number between its floor and its size.
+    """Divide ``budget`` in proportion to ``weights`` into real numbers that are between ``floors`` and ``sizes``.
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.

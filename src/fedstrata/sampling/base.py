@@ -35,8 +35,8 @@ class Selection:
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples; otherwise None. If ``stratum_samples`` is set, all draws of a stratum have the
-            same weight in a mean weighted by sample counts.
+            their numbers of samples; otherwise None. With such an array, a mean weighted by sample counts gives the
+            same weight to all draws from a stratum.
         stratum_chance: For each stratum, the probability that the stratum gets at least one draw, shape (H,); None if
             the number of draws from each stratum is not random.
         metrics: The metrics that the sampler records for the round.

@@ -1,4 +1,4 @@
-"""Read the progress of a run from the folder of the administrator, the server or a site, or from a run folder."""
+"""Read the progress of a run from a run folder, or from the folder of the administrator, the server or a site."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
             value in a block has the last rank in this block.
 
     Returns:
-        The ranking. None if Friedman's test is impossible, because there are fewer than three methods or two blocks.
+        The ranking. None if Friedman's test is impossible: for fewer than three methods or fewer than two blocks.
     """
     from scipy.stats import friedmanchisquare, rankdata
 
