@@ -428,7 +428,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy per token, in nats."""
+    """Exponential of the mean cross-entropy (in nats) per token."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:

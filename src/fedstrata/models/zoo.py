@@ -135,7 +135,7 @@ class Custom(ModelSpec):
             ``"mymodels:make"``, ``mymodels`` is an importable Python module, and ``make`` is a function in this module.
             The function is called as ``make(shape, classes, **arguments)``, with the shape of one sample and the number
             of classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
-            shapes. See ``Model`` about features and head.
+            shapes. ``Model`` describes which features and head the module has.
         arguments: Further arguments of the factory. In a spec, all keys of ``[model]`` except ``name`` are arguments.
     """
 

@@ -74,7 +74,7 @@ class LoopState:
         stopped: The reason why the run was stopped before its last round; empty if the run was not stopped.
         final_model: The model to save at the end of the run, and the model's round; None to save the model of the last
             round.
-        score: The latest evaluation in this process, with all results.
+        score: All results of the latest evaluation; None if this process has not evaluated a model yet.
         late_events: Events that are not in the log yet, because they happened after the round's other events were
             written.
     """
