@@ -114,8 +114,8 @@ class Extrapolated(Mean):
 
     For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice has twice the weight.
     The norms include all parameters, but not BatchNorm's buffers. The model that is evaluated and saved is the average
-    of the last two global models. In the authors' program, updates are also weighted by numbers of samples, and ε is
-    scaled with m and with the square of the clients' learning rate.
+    of the last two global models. The authors' program also weights updates by numbers of samples, and
+    multiplies ε by m and by the square of the clients' learning rate.
 
     Args:
         eps: Constant ε that limits the factor when the mean update is near zero.

@@ -22,7 +22,7 @@ from fedstrata.federation.messages import Weights
 
 @record("Measured")
 class Measured:
-    """The results of an evaluation that are stored in checkpoints.
+    """The part of an evaluation's results that checkpoints store.
 
     Args:
         round: The round after which the model was evaluated.

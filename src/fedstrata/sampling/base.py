@@ -189,7 +189,7 @@ class ClientSampler(Setting):
         return state
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the strata that a state describes, for plots; None if the sampler has no strata.
+        """Return the sampler's strata after a round, for plots; None if the sampler has no strata.
 
         Args:
             config: The federation's settings.
