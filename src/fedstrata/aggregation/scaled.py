@@ -26,11 +26,11 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """A weighted mean of the updates that corrects for different numbers of local steps (FedNova).
 
-    The weight of client k, which takes τ_k steps, is p_k (Σ_j p_j τ_j) / τ_k, where p_k is its weight in the aggregator
-    ``size``. With momentum, τ_k is replaced by the total weight of all gradients in the update (see
-    ``gradient_weights``). The gradient includes weight decay, and terms that an objective adds to the loss. In the
-    authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with
-    the weights p_k.
+    Client k, which takes τ_k steps, has the weight p_k (Σ_j p_j τ_j) / τ_k. Here, p_k is the client's weight in the
+    aggregator ``size``. With momentum, τ_k is replaced by the total weight of all gradients in the update (see
+    ``gradient_weights``). The gradient includes weight decay, and terms that an objective adds to the loss. The
+    authors' program treats FedProx's term differently: the term changes the weights of the gradients. BatchNorm's
+    buffers are averaged with the weights p_k.
     """
 
     needs_replies = ""
@@ -114,8 +114,8 @@ class Extrapolated(Mean):
 
     For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice has twice the weight.
     The norms include all parameters, but not BatchNorm's buffers. The model that is evaluated and saved is the average
-    of the last two global models. In the authors' program, updates are also weighted by numbers of samples, and ε is
-    scaled with m and with the square of the clients' learning rate.
+    of the last two global models. The authors' program also weights updates by numbers of samples, and
+    multiplies ε by m and by the square of the clients' learning rate.
 
     Args:
         eps: Constant ε that limits the factor when the mean update is near zero.

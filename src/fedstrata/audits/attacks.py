@@ -35,7 +35,7 @@ class View:
 
     Args:
         model: The model with the client's parameters, in evaluation mode.
-        params: The parameters, from ``Model.loaded``.
+        params: The client's parameters, as ``Model.loaded`` yields them.
         pixels: The conversion from images to the model's inputs.
         images: The attacker's n held-out images, with values in [0, 1] and shape (n, C, H, W).
         labels: The classes of the held-out images, shape (n,).

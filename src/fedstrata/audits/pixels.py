@@ -1,4 +1,4 @@
-"""Convert samples to images with values in [0, 1], as attacks need them, and convert images to model inputs."""
+"""Convert samples to the images that attacks need (with values in [0, 1]), and convert images to model inputs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RelayHandler(Protocol):
         """Keep the model of the latest hop if ``accepted`` is true; otherwise restore the model from before the hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""
+        """Return the model after all accepted hops and, for each of them in order, the reply or a later failure."""
 
 
 RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]
@@ -57,7 +57,7 @@ def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark the function with which a client of a relay handles tasks of the Python class ``kind``.
+    """Mark the function that computes a client's hop in a relay whose tasks have the Python class ``kind``.
 
     The function changes the model that travels between clients.
     """
@@ -65,7 +65,7 @@ def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a function that creates a ``RelayHandler`` for relays with tasks of the Python class ``kind``."""
+    """Mark a function that creates a ``RelayHandler`` for each relay whose tasks have the Python class ``kind``."""
     return _marking(kind, "relay")
 
 

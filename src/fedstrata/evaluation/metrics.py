@@ -103,7 +103,7 @@ class Metric(Setting):
         """Compute the metric's values on M sets of samples, for tasks other than plain classification.
 
         Args:
-            tables: A mapping from each entry of ``Task.tables`` to its sum over each set, shape (M, …).
+            tables: A mapping from each entry of ``Task.tables`` to an array of one sum per set, shape (M, …).
             loss: The sum of the losses of each set, shape (M,).
             weight: The sum of the weights of each set, shape (M,).
 

@@ -22,8 +22,8 @@ class FedSTS(Recipe):
 
     Args:
         aggregation: How the clients' models are averaged. ``paper``: first within each stratum, then over strata
-            (biased). ``horvitz-thompson``: unbiased weights for draws with replacement. ``inclusion``: unbiased weights
-            for systematic draws.
+            (biased). ``horvitz-thompson``: clients are drawn with replacement, and the weights are unbiased.
+            ``inclusion``: draws are systematic, and the weights are unbiased.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

@@ -1,4 +1,4 @@
-"""The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
+"""The built-in models, and users' own models (a spec names them as ``"module:factory"``).
 
 In all models, pooling precedes ReLU. The reverse order would give the same result, but ReLU would process four times as
 many values. Convolutions and images are in channels-last memory format.
@@ -135,7 +135,7 @@ class Custom(ModelSpec):
             ``"mymodels:make"``, ``mymodels`` is an importable Python module, and ``make`` is a function in this module.
             The function is called as ``make(shape, classes, **arguments)``, with the shape of one sample and the number
             of classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
-            shapes. See ``Model`` about features and head.
+            shapes. ``Model`` describes which features and head the module has.
         arguments: Further arguments of the factory. In a spec, all keys of ``[model]`` except ``name`` are arguments.
     """
 

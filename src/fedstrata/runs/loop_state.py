@@ -1,4 +1,4 @@
-"""Store the state of the loop over a run's rounds: evaluations, rounds of the latest replies, and callbacks' states.
+"""Store the state of the loop over a run's rounds, for example evaluations and callbacks' states.
 
 The loop is in ``Simulation``. The method's state is stored separately.
 """
@@ -22,7 +22,7 @@ from fedstrata.federation.messages import Weights
 
 @record("Measured")
 class Measured:
-    """The results of an evaluation that are stored in checkpoints.
+    """The part of an evaluation's results that checkpoints store.
 
     Args:
         round: The round after which the model was evaluated.
@@ -67,14 +67,14 @@ class LoopState:
     Args:
         last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 without
             such a round. The array is empty if clients do not have their own test samples.
-        evaluated: The most recently evaluated rounds, at most ``evaluation.unheard``.
+        evaluated: The last ``evaluation.unheard`` evaluated rounds, or all if there are fewer.
         last: The latest evaluation.
-        best: The first evaluation with the best primary metric.
+        best: The evaluation with the best primary metric (the earliest if several are equally good).
         memory: A mapping from the name of each callback to its state between rounds.
         stopped: The reason why the run was stopped before its last round; empty if the run was not stopped.
         final_model: The model to save at the end of the run, and the model's round; None to save the model of the last
             round.
-        score: The latest evaluation in this process, with all results.
+        score: All results of the latest evaluation; None if this process has not evaluated a model yet.
         late_events: Events that are not in the log yet, because they happened after the round's other events were
             written.
     """
@@ -116,8 +116,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of *unheard* clients: the server has not used a reply of these clients recently.
 
-        A reply is recent if it came after the first of the last n evaluations, where n is ``evaluations``. If the run
-        has had fewer evaluations, all replies are recent.
+        A reply is recent if its round is later than the first of the last n evaluated rounds, where n is
+        ``evaluations``. If the run has had fewer evaluations, all replies are recent.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

@@ -83,7 +83,7 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
 
 
 def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
-    """Divide ``budget`` in proportion to ``weights``; each result is a real number between its floor and its size.
+    """Divide ``budget`` in proportion to ``weights`` into real numbers that are between ``floors`` and ``sizes``.
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
@@ -163,7 +163,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator | None = None
 ) -> tuple[Ints, Floats]:
-    """Allocate draws to strata, and return each stratum's number of draws, and its probability of at least one draw.
+    """Allocate draws to strata. Return each stratum's number of draws, and the probability that it gets any draws.
 
     In Neyman's optimal allocation, the number of draws is proportional to stratum size times spread (FedSTS, Eq. 5). If
     all spreads are zero, draws are allocated in proportion to stratum size.

@@ -35,8 +35,8 @@ class Selection:
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples; otherwise None. If ``stratum_samples`` is set, all draws of a stratum have the
-            same weight in a mean weighted by sample counts.
+            their numbers of samples; otherwise None. With such an array, a mean weighted by sample counts gives the
+            same weight to all draws from a stratum.
         stratum_chance: For each stratum, the probability that the stratum gets at least one draw, shape (H,); None if
             the number of draws from each stratum is not random.
         metrics: The metrics that the sampler records for the round.
@@ -180,7 +180,7 @@ class ClientSampler(Setting):
         """
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Return the sampler's new state, which is updated with the replies of a round.
+        """Return the sampler's state, updated with the replies of a round.
 
         Args:
             state: The sampler's state.
@@ -189,7 +189,7 @@ class ClientSampler(Setting):
         return state
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the strata that a state describes, for plots; None if the sampler has no strata.
+        """Return the sampler's strata after a round, for plots; None if the sampler has no strata.
 
         Args:
             config: The federation's settings.

@@ -1,4 +1,4 @@
-"""Read the progress of a run from the folder of the administrator, the server or a site, or from a run folder."""
+"""Read the progress of a run from a run folder, or from the folder of the administrator, the server or a site."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
     """Return a source that reads the progress of a run from a folder.
 
     Args:
-        folder: The administrator's folder, the folder of the server or of a site, or a run folder. With the
-            administrator's folder, the source requests the progress from the server. With the folder of the server, a
-            site or a run, the source reads the progress from files in this folder.
+        folder: The administrator's folder, the folder of the server or of a site, or a run folder. For the
+            administrator's folder, the source requests the progress from the server. For the folder of the server, of
+            a site or of a run, the source reads the progress from files in this folder.
         report: A function that is called with a line about each event.
 
     Raises:

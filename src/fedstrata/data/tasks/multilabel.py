@@ -23,8 +23,8 @@ class MultiLabel(Task):
     half.
 
     Args:
-        stratum: Label that defines two classes for Stratify and partitions by label: samples with and without the
-            label.
+        stratum: Label that defines two classes for Stratify and for partitions by label: the samples with this label,
+            and all other samples.
     """
 
     default_metrics = ("micro-f1", "macro-f1")

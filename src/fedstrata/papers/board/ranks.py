@@ -17,8 +17,8 @@ class Ranking:
     """The average ranks of methods over blocks, such as seeds. Rank 1 is the best.
 
     Args:
-        ranks: A mapping from each method to its average rank, from best to worst. Methods with equal values in a block
-            each get the mean of their ranks.
+        ranks: A mapping from each method to its average rank, from best to worst. If methods have equal values in a
+            block, each of them gets the mean of their ranks.
         blocks: Number of blocks.
         p: p-value of Friedman's test, whose null hypothesis is that all methods have the same distribution of ranks;
             None if all values are equal.
@@ -39,7 +39,7 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
             value in a block has the last rank in this block.
 
     Returns:
-        The ranking. None if Friedman's test is impossible, because there are fewer than three methods or two blocks.
+        The ranking. None if Friedman's test is impossible: for fewer than three methods or fewer than two blocks.
     """
     from scipy.stats import friedmanchisquare, rankdata
 
