@@ -157,7 +157,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
     Args:
         before: The identity of the run, which was read from JSON.
-        now: The identity of the experiment that would resume the run.
+        now: The identity of the experiment.
         where: The run folder, for the error message.
 
     Returns:

@@ -52,7 +52,7 @@ class Advice:
 
     Args:
         properties: Measured properties of the spec.
-        columns: Columns of the board, ordered by their distance from the spec. The nearest column comes first.
+        columns: Columns of the board, in ascending order of their distance from the spec.
         methods: A mapping from each recommended method to the reasons to include it in a comparison.
         ahead: Number of methods that are significantly better than FedAvg in a similar column. These methods come first
             in ``methods``.
@@ -102,7 +102,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
     """Measure the properties of a spec, and recommend methods to compare.
 
     Args:
-        spec: The experiment, whose method determines only how clients are invited; see ``sampler_of``.
+        spec: The experiment. Its method affects only how clients are invited in the simulation; see ``sampler_of``.
         file: Path of the results of the board.
 
     Raises:
@@ -142,7 +142,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
 
     Args:
         measured: Measured properties of the spec.
-        columns: Columns of the board, with the nearest column first.
+        columns: Columns of the board, in ascending order of their distance from the spec.
         refused: Methods that cannot run with the spec, as a mapping from each method to the error message.
     """
     results = {
@@ -223,7 +223,7 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
 
 
 def simplifications(prepared: Prepared) -> list[str]:
-    """Return sentences about aspects of the spec that the measured properties ignore."""
+    """Return sentences about parts of the spec that were ignored when its properties were measured."""
     spec, sampler = prepared.spec, sampler_of(prepared)
     sentences = []
     if spec.availability.deadline is not None:
