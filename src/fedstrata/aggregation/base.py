@@ -116,7 +116,7 @@ class Aggregator(Setting):
 
         Args:
             weights: The global model of the round.
-            state: The state after the previous round. In this base class, this is the server optimiser's state.
+            state: The state after the previous round. The base class stores only the state of the server optimiser.
             selection: The invited clients, and how they were drawn.
             replies: A mapping from each client to its reply, in ascending order of clients. An invited client is
                 missing if it was absent or late, if it failed, or if the server refused its reply.

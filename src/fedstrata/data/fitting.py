@@ -190,7 +190,7 @@ class RawTargets:
     Args:
         task: The task that needs the statistics.
         train: The targets of the training samples, shape (N, K), float64.
-        name: The key of the first target in ``Statistics.counts``. No feature may have this key as its name.
+        name: The key of the first target in ``Statistics.counts``. A feature must not have this name.
     """
 
     task: Task

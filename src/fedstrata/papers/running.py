@@ -88,7 +88,7 @@ def run(
 ) -> dict[str, str]:
     """Run those experiments of the given tables that do not have results yet.
 
-    An experiment (``Cell``) is the run of one table entry (a row and a column) with one seed.
+    An experiment (``Cell``) is a run for one row and one column of a table, with one seed.
 
     Args:
         tables: Tables whose experiments are run.
@@ -140,7 +140,7 @@ def run_one(
 ) -> dict[str, Any] | None:
     """Run one experiment of a table. Skip the experiment if it is finished, or if another process is running it.
 
-    An experiment (``Cell``) is the run of one table entry (a row and a column) with one seed.
+    An experiment (``Cell``) is a run for one row and one column of a table, with one seed.
 
     Args:
         table: Table that contains the cell. The results are stored in the file of this table.

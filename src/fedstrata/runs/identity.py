@@ -113,7 +113,7 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
     Args:
         before: The fingerprints of the expected tensors; see ``fingerprints_of_frozen``.
         now: The fingerprints of the given model's frozen tensors.
-        whose: The run with the expected tensors, for the error message, such as ``the run in FOLDER``.
+        whose: How the error message names the run with the expected tensors, such as ``the run in FOLDER``.
     """
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
