@@ -208,8 +208,8 @@ def about_strata(history: History, folder: Path) -> dict[str, Any]:
 
     Returns:
         A dict of statistics. ``strata`` is the number of strata in the first round. ``undrawn`` is the percentage of
-        strata from which no client was drawn, averaged over the rounds. ``purity`` is the percentage of samples that
-        have the most frequent label of their stratum in the last checkpoint.
+        strata from which no client was drawn, averaged over the rounds. ``purity`` is the percentage of samples whose
+        label is the most frequent label of their stratum, for the strata in the last checkpoint.
     """
     if "strata_sizes" not in history[0]:
         return {}

@@ -45,7 +45,7 @@ SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css
 
 
 def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
-    """Write an HTML report about run folders and compare folders.
+    """Write an HTML report about the runs in the given folders.
 
     Args:
         folders: Run folders, and folders that ``fedstrata compare`` wrote.

@@ -1,4 +1,4 @@
-"""Recommend methods to compare for a spec, with reasons, methods that cannot run, and limits of the recommendation."""
+"""Recommend methods to compare for a spec, with reasons and limits, and list the methods that cannot run."""
 
 from __future__ import annotations
 
