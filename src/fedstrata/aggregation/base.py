@@ -265,7 +265,7 @@ class StratumMean(Aggregator):
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply have the
     weight 0, and the weights of the other strata increase accordingly. If clients were drawn in proportion to their
-    numbers of samples, N_h and N are numbers of samples instead of clients.
+    numbers of samples, N_h and N are numbers of samples, not of clients.
 
     The papers call this average unbiased, but it has two biases. First, clients with large gradients are drawn more
     often, but do not get smaller weights. Second, strata without a drawn client have the weight 0, as in the published

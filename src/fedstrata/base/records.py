@@ -122,7 +122,7 @@ def encode(tree: Tree) -> bytes:
 def size(tree: Tree) -> int:
     """Return ``len(encode(tree))``.
 
-    Results are cached. Trees with the same structure and the same tensor shapes share one result.
+    Results are cached. Trees with the same structure and the same tensor shapes use the same cached result.
     """
     form = _form(tree)
     length = _SIZES.get(form)

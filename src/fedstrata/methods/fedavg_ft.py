@@ -15,7 +15,7 @@ from fedstrata.methods.recipe import Recipe, RecipeState
 class FedAvgFT(Recipe, HeadTuning):
     """FedAvg whose server also trains the head on samples that no client has (an upper bound for other methods).
 
-    The partition must leave enough samples of every class to the server.
+    The partition must leave enough unassigned samples of every class for the server.
     """
 
     needs_replies = ""

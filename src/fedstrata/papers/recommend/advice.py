@@ -35,7 +35,7 @@ class Reason:
         property: Name of the measured property; empty if the reason comes from the board's results.
         value: Value of the property, or difference from FedAvg in percentage points.
         interval: 95 % interval of the difference; None if the interval is unknown.
-        n: Number of seeds; None if the reason is a property.
+        n: Number of seeds; None if the reason is based on a property.
     """
 
     text: str
@@ -103,7 +103,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
 
     Args:
         spec: The experiment. Its method affects only how clients are invited in the simulation; see ``sampler_of``.
-        file: Path of the results of the board.
+        file: Path of the file with the board's results.
 
     Raises:
         SpecError: A setting of the spec is wrong.
@@ -137,8 +137,8 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
     """Choose the methods to compare, with reasons.
 
     Methods that are significantly better than FedAvg in the nearest column come first, and significantly worse methods
-    are left out. A column that is not similar to the spec (see ``Column.alike``) does not affect the choice. The
-    methods of the rules follow: the first method of each rule, then the second method of each rule, and so on.
+    are left out. A column that is not similar to the spec (see ``Column.alike``) does not affect the choice. Then
+    come the methods of ``RULES``: the first method of each rule, then the second method of each rule, and so on.
 
     Args:
         measured: Measured properties of the spec.
