@@ -168,7 +168,7 @@ class Aggregator(Setting):
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
     def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
-        """Compute the same values as ``combine``, but only from the sums of ``summands``."""
+        """Compute the same values as ``combine``, but only from sums over clients; see ``summands``."""
         if not sums.weight(self.share):
             return weights, state
         update = sums.updates(self.share, weights.params, sums.weight(self.share))

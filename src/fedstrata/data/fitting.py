@@ -460,7 +460,7 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
-    """Compute settings of the task, such as the mean of the targets, from the clients' training targets.
+    """Compute values that the task needs, such as the mean of the targets, from the clients' training targets.
 
     Args:
         data: The data set.

@@ -2,7 +2,7 @@
 
 The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can be resumed only with the same
 identity, except for settings that are marked with ``config.MayChange``. If the software versions or the processor
-differ, a resumed run warns that results may differ in the last bits.
+differ when a run is resumed, a warning says that results may differ in the last bits.
 """
 
 from __future__ import annotations
