@@ -116,7 +116,7 @@ class Aggregator(Setting):
 
         Args:
             weights: The global model of the round.
-            state: The state after the previous round. In this base class, this is the server optimiser's state.
+            state: The state after the previous round. The base class stores only the state of the server optimiser.
             selection: The invited clients, and how they were drawn.
             replies: A mapping from each client to its reply, in ascending order of clients. An invited client is
                 missing if it was absent or late, if it failed, or if the server refused its reply.
@@ -168,7 +168,7 @@ class Aggregator(Setting):
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
     def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
-        """Compute the same values as ``combine``, but only from the sums of ``summands``."""
+        """Compute the same values as ``combine``, but only from sums over clients; see ``summands``."""
         if not sums.weight(self.share):
             return weights, state
         update = sums.updates(self.share, weights.params, sums.weight(self.share))
@@ -265,7 +265,7 @@ class StratumMean(Aggregator):
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply have the
     weight 0, and the weights of the other strata increase accordingly. If clients were drawn in proportion to their
-    numbers of samples, N_h and N are numbers of samples instead of clients.
+    numbers of samples, N_h and N are numbers of samples, not of clients.
 
     The papers call this average unbiased, but it has two biases. First, clients with large gradients are drawn more
     often, but do not get smaller weights. Second, strata without a drawn client have the weight 0, as in the published

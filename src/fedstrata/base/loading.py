@@ -35,7 +35,7 @@ def load_object(path: str, kind: str) -> Any:
     """Return the object at ``"module:attribute"``, if ``only_from`` allows it.
 
     Raises:
-        SpecError: The module or the attribute does not exist, or may not be imported.
+        SpecError: The module or the attribute does not exist, or ``only_from`` forbids its package.
     """
     packages, advice = _ALLOWED.get() or (None, "")
     if packages is not None and path.partition(":")[0].partition(".")[0] not in packages:

@@ -122,7 +122,7 @@ def encode(tree: Tree) -> bytes:
 def size(tree: Tree) -> int:
     """Return ``len(encode(tree))``.
 
-    Results are cached. Trees with the same structure and the same tensor shapes share one result.
+    Results are cached. Trees with the same structure and the same tensor shapes use the same cached result.
     """
     form = _form(tree)
     length = _SIZES.get(form)
@@ -332,7 +332,7 @@ def _make(name: str, fields: dict[str, Any]) -> Any:
 
 
 def require_types(message: Message) -> None:
-    """Check the field types of a message that was not encoded, as ``decode`` does for encoded messages.
+    """Check the field types of a message that was not encoded. The function ``decode`` checks encoded messages.
 
     Raises:
         WireError: A field of the message or of a nested message does not have its declared type.

@@ -2,8 +2,8 @@
 
 The server adds up the clients' statistics, so it gets the statistics of all samples without seeing a sample. A
 deployment and its simulation compute the same statistics. Statistics exclude samples that are held out of training, for
-example for validation. Held-out samples are known only after the samples have been divided among clients, so features
-are then computed again.
+example for validation. The held-out samples are known only after the partition. Features are then computed again,
+with the statistics of the remaining samples.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RawTargets:
     Args:
         task: The task that needs the statistics.
         train: The targets of the training samples, shape (N, K), float64.
-        name: The key of the first target in ``Statistics.counts``. No feature may have this key as its name.
+        name: The key of the first target in ``Statistics.counts``. A feature must not have this name.
     """
 
     task: Task
@@ -259,7 +259,7 @@ class Unfitted:
             groups: The indices of each client's training samples. The indices are used only if the features or the task
                 depend on statistics.
             least: The minimum number of non-missing values per client and column. If a client's column has fewer than
-                ``least`` values, the client's statistics treat all values of the column as missing.
+                ``least`` values, all values of the column count as missing in the client's statistics.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -460,7 +460,7 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
-    """Compute settings of the task, such as the mean of the targets, from the clients' training targets.
+    """Compute values that the task needs, such as the mean of the targets, from the clients' training targets.
 
     Args:
         data: The data set.
@@ -472,7 +472,7 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Impute and normalise features with given statistics. In a deployment, also compute settings of the task.
+    """Impute and normalise features with given statistics. In a deployment, also compute values that the task needs.
 
     Args:
         data: A data set that contains raw samples (``Dataset.unfitted``).

@@ -38,7 +38,7 @@ The operating system provides memory for a page of this range only when the proc
 
 
 class SharedMemory:
-    """Memory that a process shares with its later forks. One process writes to the memory, and others read it.
+    """Memory that a process shares with processes that it forks later. One process writes, and others read.
 
     The tensors of each tree are in one block of the memory. When the reader deletes the last tensor of a block, the
     block is added to the reader's list ``free``. The reader must send this list to the writer, and the writer passes

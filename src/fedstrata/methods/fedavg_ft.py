@@ -15,7 +15,7 @@ from fedstrata.methods.recipe import Recipe, RecipeState
 class FedAvgFT(Recipe, HeadTuning):
     """FedAvg whose server also trains the head on samples that no client has (an upper bound for other methods).
 
-    The partition must leave enough samples of every class to the server.
+    The partition must leave enough unassigned samples of every class for the server.
     """
 
     needs_replies = ""
@@ -27,7 +27,7 @@ class FedAvgFT(Recipe, HeadTuning):
         self.require_samples(config, "method")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the recipe; the server trains the head without a request."""
+        """Return the requests of the recipe. The server trains the head, and does not send a request for this."""
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:

@@ -88,7 +88,7 @@ def run(
 ) -> dict[str, str]:
     """Run those experiments of the given tables that do not have results yet.
 
-    An experiment (``Cell``) is the run of one row and column with one seed.
+    An experiment (``Cell``) is a run for one row and one column of a table, with one seed.
 
     Args:
         tables: Tables whose experiments are run.
@@ -140,7 +140,7 @@ def run_one(
 ) -> dict[str, Any] | None:
     """Run one experiment of a table. Skip the experiment if it is finished, or if another process is running it.
 
-    An experiment (``Cell``) is the run of one row and column with one seed.
+    An experiment (``Cell``) is a run for one row and one column of a table, with one seed.
 
     Args:
         table: Table that contains the cell. The results are stored in the file of this table.
@@ -208,8 +208,8 @@ def about_strata(history: History, folder: Path) -> dict[str, Any]:
 
     Returns:
         A dict of statistics. ``strata`` is the number of strata in the first round. ``undrawn`` is the percentage of
-        strata from which no client was drawn, averaged over the rounds. ``purity`` is the percentage of samples that
-        have the most frequent label of their stratum in the last checkpoint.
+        strata from which no client was drawn, averaged over the rounds. ``purity`` is the percentage of samples whose
+        label is the most frequent label of their stratum, for the strata in the last checkpoint.
     """
     if "strata_sizes" not in history[0]:
         return {}

@@ -1,6 +1,6 @@
 """Write HTML reports about runs.
 
-A report is a single file, which readers can print, and which does not load anything from the network.
+A report is a single, printable file that does not load anything from the network.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css
 
 
 def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
-    """Write an HTML report about run folders and compare folders.
+    """Write an HTML report about the runs in the given folders.
 
     Args:
         folders: Run folders, and folders that ``fedstrata compare`` wrote.
@@ -132,7 +132,7 @@ def render(
     Args:
         runs: The runs to show.
         every: All runs, including unfinished runs that are not shown. Default: ``runs``.
-        folder: The folder of the comparison. If given, the report suggests a command that adds seeds to the comparison.
+        folder: The comparison's folder. The report needs it to suggest a command that adds seeds.
     """
     every, runs = every or runs, _named(runs)
     several = by_data(runs)
@@ -357,7 +357,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return the value of each column that only some methods record, if the value is equal in all rounds and seeds."""
+    """Return the name and value of each method-specific column whose value is equal in all rounds and seeds."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):
@@ -366,7 +366,7 @@ def constants(members: Sequence[History]) -> dict[str, str]:
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
-    """Return the names and values of lists and strings in the last record of the first seed. Long lists are cut."""
+    """Return the names and values of lists and strings in the last record of the first seed, and shorten long lists."""
     records = members[0][-1:] if len(members[0]) else []
     return [
         (name, _brief(value) if isinstance(value, list) else str(value))

@@ -2,7 +2,7 @@
 
 The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can be resumed only with the same
 identity, except for settings that are marked with ``config.MayChange``. If the software versions or the processor
-differ, a resumed run warns that results may differ in the last bits.
+differ when a run is resumed, a warning says that results may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
     Args:
         before: The fingerprints of the expected tensors; see ``fingerprints_of_frozen``.
         now: The fingerprints of the given model's frozen tensors.
-        whose: The run with the expected tensors, for the error message, such as ``the run in FOLDER``.
+        whose: How the error message names the run with the expected tensors, such as ``the run in FOLDER``.
     """
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
@@ -153,11 +153,11 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Raise an error if an experiment differs too much from the run that it would resume.
+    """Raise an error if a run must not be resumed with an experiment, because the two differ too much.
 
     Args:
         before: The identity of the run, which was read from JSON.
-        now: The identity of the experiment that would resume the run.
+        now: The identity of the experiment.
         where: The run folder, for the error message.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Recommend methods to compare for a spec, with reasons, methods that cannot run, and limits of the recommendation."""
+"""Recommend methods to compare for a spec, with reasons and limits, and list the methods that cannot run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reason:
         property: Name of the measured property; empty if the reason comes from the board's results.
         value: Value of the property, or difference from FedAvg in percentage points.
         interval: 95 % interval of the difference; None if the interval is unknown.
-        n: Number of seeds; None if the reason is a property.
+        n: Number of seeds; None if the reason is based on a property.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Advice:
 
     Args:
         properties: Measured properties of the spec.
-        columns: Columns of the board, ordered by their distance from the spec. The nearest column comes first.
+        columns: Columns of the board, in ascending order of their distance from the spec.
         methods: A mapping from each recommended method to the reasons to include it in a comparison.
         ahead: Number of methods that are significantly better than FedAvg in a similar column. These methods come first
             in ``methods``.
@@ -102,8 +102,8 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
     """Measure the properties of a spec, and recommend methods to compare.
 
     Args:
-        spec: The experiment, whose method determines only how clients are invited; see ``sampler_of``.
-        file: Path of the results of the board.
+        spec: The experiment. Its method affects only how clients are invited in the simulation; see ``sampler_of``.
+        file: Path of the file with the board's results.
 
     Raises:
         SpecError: A setting of the spec is wrong.
@@ -137,12 +137,12 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
     """Choose the methods to compare, with reasons.
 
     Methods that are significantly better than FedAvg in the nearest column come first, and significantly worse methods
-    are left out. A column that is not similar to the spec (see ``Column.alike``) does not affect the choice. The
-    methods of the rules follow: the first method of each rule, then the second method of each rule, and so on.
+    are left out. A column that is not similar to the spec (see ``Column.alike``) does not affect the choice. Then
+    come the methods of ``RULES``: the first method of each rule, then the second method of each rule, and so on.
 
     Args:
         measured: Measured properties of the spec.
-        columns: Columns of the board, with the nearest column first.
+        columns: Columns of the board, in ascending order of their distance from the spec.
         refused: Methods that cannot run with the spec, as a mapping from each method to the error message.
     """
     results = {
@@ -223,7 +223,7 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
 
 
 def simplifications(prepared: Prepared) -> list[str]:
-    """Return sentences about aspects of the spec that the measured properties ignore."""
+    """Return sentences about parts of the spec that were ignored when its properties were measured."""
     spec, sampler = prepared.spec, sampler_of(prepared)
     sentences = []
     if spec.availability.deadline is not None:

@@ -21,8 +21,8 @@ def label_bytes(name: str) -> bytes:
 def tag(key: bytes, name: str) -> bytes:
     """Return the tag of a class name: the first 16 bytes of its HMAC-SHA256.
 
-    Without the key, tags reveal only which labels are equal. The probability that any two of 10,000 labels have the
-    same tag is 1e-31.
+    Without the key, tags reveal only which labels are equal. Among 10,000 different labels, the probability that at
+    least two have the same tag is 1e-31.
 
     >>> tag(bytes(32), "cat") == tag(bytes(32), "cat"), len(tag(bytes(32), "cat"))
     (True, 16)
