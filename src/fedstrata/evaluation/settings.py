@@ -101,7 +101,7 @@ class Evaluation(Setting):
         return self
 
     def of_task(self, task: Task) -> Evaluation:
-        """Return the settings with the default metrics of a task, if ``metrics`` is not set."""
+        """Return the settings, with the task's default metrics if ``metrics`` is not set."""
         changed: dict[str, Any] = {}
         if not self.chosen and task.default_metrics and not task.has_classes:
             changed["metrics"] = [METRICS.make(name, {}) for name in task.default_metrics]

@@ -199,8 +199,8 @@ class Federation:
         Args:
             clients: The clients that get the request.
             request: One request for all clients, or a mapping from each client to its request.
-            quorum: Minimum number of replies that the round needs to continue.
-            together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
+            quorum: Minimum number of usable replies. With fewer, ``QuorumError`` is raised.
+            together: Whether clients run at the same time, and can compute sums of their tensors (``all_reduce_sum``).
                 With True, the failure of one client makes all sums invalid, and no reply is used.
             work: Number of per-sample gradients that a client computes for its reply. Pass a mapping from clients to
                 numbers, or a function of the client's number of samples. The numbers of gradients determine the

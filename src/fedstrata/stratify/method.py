@@ -1,4 +1,4 @@
-"""Train with Stratify on a random sequence of labels, in batches over all clients or sample by sample."""
+"""Train with Stratify on a random sequence of labels: in batches over all clients, or sample by sample."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ class ModelForm:
         return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
     def exchange(self, request: Any) -> int:
-        """Return the index of a request within its round, for the random rounding."""
+        """Return the index of a request within its round, which selects the random numbers for rounding."""
         return 0
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:

@@ -68,7 +68,7 @@ class Public:
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Raise ``ReplyRefusedError`` if a reply was encrypted with other keys.
+        """Raise ``ReplyRefusedError`` if a reply was not encrypted with these keys.
 
         Args:
             key: The fingerprint in the reply.
