@@ -86,7 +86,7 @@ class SummedLeg:
     Args:
         request: The request as it is sent, possibly encoded.
         ring: The layout of the replies.
-        continues: Whether the sum must contain the same clients as the previous secure sum.
+        continues: Whether the sum must be over the same clients as the previous secure sum.
     """
 
     request: Request
@@ -157,7 +157,7 @@ class Federation:
     def begin(self, round: int) -> None:
         """Begin a round with an empty log.
 
-        Round 0 stands for the time before the first round, when all clients are online.
+        Round 0 is the time before the first round; all clients are online then.
         """
         self.round, self.log = round, RoundLog(round, self.method)
         self.exchanges.log = self.log
@@ -231,7 +231,7 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        The log includes the sizes of all clients' requests and replies, even if an engine computes the sum in one pass.
+        The log includes the sizes of all clients' requests and replies, even if the engine computes the sum directly.
 
         Returns:
             The sum over the clients that answered; None if no client answered.
@@ -314,8 +314,8 @@ class Federation:
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Send all clients a request that measures a model.
 
-        The request does not change the states of clients, and its bytes are not part of the round's log. All clients
-        are reached, because availability and simulated time apply only to training.
+        The request does not change the states of clients, and its bytes are not part of the round's log. The
+        request goes to all clients, because availability and simulated time apply only to training.
 
         Args:
             request: The request.

@@ -151,8 +151,8 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 def kept(members: Sequence[History]) -> str | None:
     """Return a string that names the round of the saved model, such as ``round of the best validation auroc``.
 
-    The result is None if the model of the last round was saved in all runs. The result is empty if a saved model is not
-    from the best round on validation samples.
+    The result is None if all runs saved the model of the last round. The result is an empty string if any saved model
+    is not from the best round on validation samples.
     """
     members = [history for history in members if history.saved is not None]
     if not members:

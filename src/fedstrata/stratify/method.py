@@ -173,7 +173,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests that the server may send: about labels before the first round, and during training."""
+        """Return the requests that the server may send: requests about labels at the start, and training requests."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
         before, window = 0, by_round("all", lambda _: ALL)

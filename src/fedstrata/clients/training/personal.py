@@ -1,4 +1,4 @@
-"""Run the personal parts of local training: local layers, a first training stage, personal models, and fine-tuning."""
+"""Add personal parts to local training: local layers, a first training stage, personal models, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
-    """Store the layers that stay at the client. Return the trained model with the server's values of these layers.
+    """Store the layers that stay at the client. Return the trained model with these layers as the server sent them.
 
     Args:
         client: The client.
