@@ -2,8 +2,8 @@
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, and ``relay`` sends the model from
 client to client. The federation determines which clients it can reach, counts bytes, refuses unusable replies, and
-records why clients are absent. An ``Engine`` runs the clients. Clients that answer a request at the same time can add
-up tensors with each other (``all_reduce_sum``).
+records why clients are absent. An ``Engine`` runs the clients. Clients that answer a request at the same time can
+compute sums of their tensors (``all_reduce_sum``).
 """
 
 from __future__ import annotations

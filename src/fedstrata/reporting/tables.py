@@ -192,7 +192,7 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target T of ``rounds_to_T``; None without such a round."""
+    """Return the first round in which a run reached the target T of ``rounds_to_T``; None if it never did."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
@@ -309,7 +309,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty without such runs.
+    """Return a sentence about the runs that broke down (see ``Row.stuck``) as a list; without such runs, an empty list.
 
     Args:
         stuck: A mapping from each method's label to its number of runs that broke down.

@@ -71,7 +71,7 @@ class Stratify(Method):
         batch_size: Number of samples in a batch, summed over all clients. Default: ``training.batch_size``.
         lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``: 1
             (``none``), r (``linear``) or √r (``sqrt``).
-        local_steps: Number of steps that each client takes on its own samples of a batch, in batch mode. With 1,
+        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1,
             training on a batch equals one step of centralised SGD.
         server: Server optimiser in batch mode. The optimiser's ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and weight decay of ``training``.

@@ -91,8 +91,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
 def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
     """Train and store the client's personal model, if the objective has a ``personal_stage``.
 
-    The objective of the stage receives the parameters of the global model in its message, with the key ``global``.
-    Training of a client's first personal model starts at the global model.
+    The message to the stage's objective contains the parameters of the global model under the key ``global``.
+    A client's first personal model starts from the global model.
 
     Args:
         client: The client.
