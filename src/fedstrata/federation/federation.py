@@ -165,7 +165,7 @@ class Federation:
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
         """Return a new random generator.
 
-        The generator's seed depends on the purpose, the round, and the client or (by default) the server.
+        The generator's seed depends on the purpose, the round and the client (by default the server).
         """
         return rng(self.config.seed, purpose, self.round, client)
 

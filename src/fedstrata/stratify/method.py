@@ -208,7 +208,7 @@ class Stratify(Method):
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Learn the labels of each client. With masking, the server sees numbers instead of labels."""
+        """Find out which labels each client has. With masking, the server sees numbers instead of labels."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 
