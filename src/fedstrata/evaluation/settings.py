@@ -37,8 +37,8 @@ class Evaluation(Setting):
             test samples ignore this setting.
         test_clients: Fraction of clients that never train. The model is also evaluated on the samples of these clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model before evaluating it on the
-            client's test samples. With 0, clients only add their own state, such as BatchNorm statistics, to the global
-            model.
+            client's test samples. With 0, clients do not train: they only put their own state, such as BatchNorm
+            statistics, into the global model.
         unheard: Number n of evaluations: a client is *unheard* if the server has not used a reply of this client since
             the n-th last evaluation. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds from one checkpoint to the next. With 0, checkpoints are not written.
@@ -142,7 +142,7 @@ class Evaluation(Setting):
         return frozenset({"loss"} | {metric.label for metric in self.metrics if not metric.higher_is_better})
 
     def metric(self, label: str) -> Metric:
-        """Return the metric with a given name in records.
+        """Return the metric that has the given name in records.
 
         Raises:
             SpecError: The run does not have a metric with this name.

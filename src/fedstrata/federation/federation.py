@@ -172,7 +172,7 @@ class Federation:
     def candidates(self) -> NDArray[np.int64]:
         """Return the clients that may be invited, in ascending order.
 
-        All clients except ``excluded`` may be invited. With ``availability.announced``, offline clients may not be
+        All clients except ``excluded`` may be invited. With ``availability.announced``, offline clients are not
         invited.
         """
         clients = np.delete(np.arange(self.config.clients), self.excluded)

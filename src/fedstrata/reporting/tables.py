@@ -283,7 +283,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the table's numbers; empty if explanations are not needed."""
+    """Return sentences that explain the table's numbers, or an empty string if explanations are not needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -293,7 +293,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return sentences about methods whose final values do not describe the model of the last round; usually empty.
+    """Return a list of sentences about methods whose final values are not from the last round's model; usually empty.
 
     Args:
         models: For each method, the result of ``kept``, which names the round of the saved model.

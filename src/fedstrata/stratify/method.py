@@ -57,9 +57,9 @@ class Stratify(Method):
     optimisers other than SGD cause an error.
 
     Args:
-        mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
-            travels from client to client, with one step per sample. ``hybrid``: first ``batch``, then ``single`` on new
-            samples.
+        mode: How the clients train the model. ``batch``: many clients compute the gradient of a batch together.
+            ``single``: the model travels from client to client, with one step per sample. ``hybrid``: first ``batch``,
+            then ``single`` on new samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
         label_weights: Whether to multiply a sample's loss by p / q: p is its label's fraction of all samples, and q is

@@ -51,7 +51,7 @@ class Public:
     """The clients' public keys, with which the server checks, adds and compares ciphertexts.
 
     Args:
-        keys: A client's reply to ``OpenKeys``.
+        keys: The public keys that a client sent in reply to ``OpenKeys``.
     """
 
     def __init__(self, keys: PublicKeys) -> None:
