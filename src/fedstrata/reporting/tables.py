@@ -293,7 +293,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a list of sentences about methods whose final values are not from the last round's model; usually empty.
+    """Return sentences about the methods whose final values are not from the last round's model (usually none).
 
     Args:
         models: For each method, the result of ``kept``, which names the round of the saved model.
@@ -309,7 +309,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a sentence about the runs that broke down (see ``Row.stuck``) as a list; without such runs, an empty list.
+    """Return a list with one sentence about the runs that broke down (see ``Row.stuck``), or an empty list.
 
     Args:
         stuck: A mapping from each method's label to its number of runs that broke down.
