@@ -63,7 +63,7 @@ class Canaries:
         return cls(places, generator.random(number) < 0.5)
 
     def entries(self, update: Params) -> Tensor:
-        """Return, for each canary, the entry of an update at the canary's parameter."""
+        """Return, for each canary, the value of its parameter in an update."""
         return torch.cat([w.flatten() for w in update.values()])[torch.from_numpy(self.places)]
 
     def beside(self, data: Dataset, own: NDArray[np.int64]) -> Dataset:

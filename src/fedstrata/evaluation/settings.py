@@ -37,10 +37,10 @@ class Evaluation(Setting):
             test samples ignore this setting.
         test_clients: Fraction of clients that never train. The model is also evaluated on the samples of these clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model before evaluating it on the
-            client's test samples. With 0, clients only add their own state, such as BatchNorm statistics, to the global
-            model.
-        unheard: Number n of evaluations. A client is *unheard* if the server has used none of its replies since the
-            first of the last n evaluations. Results of unheard clients are also reported separately.
+            client's test samples. With 0, clients do not train: they only put their own state, such as BatchNorm
+            statistics, into the global model.
+        unheard: Number n of evaluations: a client is *unheard* if the server has not used a reply of this client since
+            the n-th last evaluation. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds from one checkpoint to the next. With 0, checkpoints are not written.
         per_class: Whether to record the accuracy and other metrics of each class.
         weight_diversity: Whether to record Λ, the mean squared distance between the clients' models and their mean. SFL
@@ -101,7 +101,7 @@ class Evaluation(Setting):
         return self
 
     def of_task(self, task: Task) -> Evaluation:
-        """Return the settings with the default metrics of a task, if ``metrics`` is not set."""
+        """Return the settings, with the task's default metrics if ``metrics`` is not set."""
         changed: dict[str, Any] = {}
         if not self.chosen and task.default_metrics and not task.has_classes:
             changed["metrics"] = [METRICS.make(name, {}) for name in task.default_metrics]
@@ -142,7 +142,7 @@ class Evaluation(Setting):
         return frozenset({"loss"} | {metric.label for metric in self.metrics if not metric.higher_is_better})
 
     def metric(self, label: str) -> Metric:
-        """Return the metric with a given name in records.
+        """Return the metric that has the given name in records.
 
         Raises:
             SpecError: The run does not have a metric with this name.

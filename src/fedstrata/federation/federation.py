@@ -2,8 +2,8 @@
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, and ``relay`` sends the model from
 client to client. The federation determines which clients it can reach, counts bytes, refuses unusable replies, and
-records why clients are absent. An ``Engine`` runs the clients. Clients that answer a request at the same time can add
-up tensors with each other (``all_reduce_sum``).
+records why clients are absent. An ``Engine`` runs the clients. Clients that answer a request at the same time can
+compute sums of their tensors (``all_reduce_sum``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SummedLeg:
     Args:
         request: The request as it is sent, possibly encoded.
         ring: The layout of the replies.
-        continues: Whether the sum must contain the same clients as the previous secure sum.
+        continues: Whether the sum must be over the same clients as the previous secure sum.
     """
 
     request: Request
@@ -157,7 +157,7 @@ class Federation:
     def begin(self, round: int) -> None:
         """Begin a round with an empty log.
 
-        Round 0 stands for the time before the first round, when all clients are online.
+        Round 0 is the time before the first round; all clients are online then.
         """
         self.round, self.log = round, RoundLog(round, self.method)
         self.exchanges.log = self.log
@@ -165,14 +165,14 @@ class Federation:
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
         """Return a new random generator.
 
-        The generator's seed depends on the purpose, the round, and the client or (by default) the server.
+        The generator's seed depends on the purpose, the round and the client (by default the server).
         """
         return rng(self.config.seed, purpose, self.round, client)
 
     def candidates(self) -> NDArray[np.int64]:
         """Return the clients that may be invited, in ascending order.
 
-        All clients except ``excluded`` may be invited. With ``availability.announced``, offline clients may not be
+        All clients except ``excluded`` may be invited. With ``availability.announced``, offline clients are not
         invited.
         """
         clients = np.delete(np.arange(self.config.clients), self.excluded)
@@ -199,8 +199,8 @@ class Federation:
         Args:
             clients: The clients that get the request.
             request: One request for all clients, or a mapping from each client to its request.
-            quorum: Minimum number of replies that the round needs to continue.
-            together: Whether clients run at the same time and can add up their tensors (``all_reduce_sum``).
+            quorum: Minimum number of usable replies. With fewer, ``QuorumError`` is raised.
+            together: Whether clients run at the same time, and can compute sums of their tensors (``all_reduce_sum``).
                 With True, the failure of one client makes all sums invalid, and no reply is used.
             work: Number of per-sample gradients that a client computes for its reply. Pass a mapping from clients to
                 numbers, or a function of the client's number of samples. The numbers of gradients determine the
@@ -231,7 +231,7 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        The log includes the sizes of all clients' requests and replies, even if an engine computes the sum in one pass.
+        The log includes the sizes of all clients' requests and replies, even if the engine computes the sum directly.
 
         Returns:
             The sum over the clients that answered; None if no client answered.
@@ -314,8 +314,8 @@ class Federation:
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Send all clients a request that measures a model.
 
-        The request does not change the states of clients, and its bytes are not part of the round's log. All clients
-        are reached, because availability and simulated time apply only to training.
+        The request does not change the states of clients, and its bytes are not part of the round's log. The
+        request goes to all clients, because availability and simulated time apply only to training.
 
         Args:
             request: The request.

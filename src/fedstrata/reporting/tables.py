@@ -151,8 +151,8 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 def kept(members: Sequence[History]) -> str | None:
     """Return a string that names the round of the saved model, such as ``round of the best validation auroc``.
 
-    The result is None if the model of the last round was saved in all runs. The result is empty if a saved model is not
-    from the best round on validation samples.
+    The result is None if all runs saved the model of the last round. The result is an empty string if any saved model
+    is not from the best round on validation samples.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -192,7 +192,7 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target T of ``rounds_to_T``; None without such a round."""
+    """Return the first round in which a run reached the target T of ``rounds_to_T``; None if it never did."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
@@ -283,7 +283,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the table's numbers; empty if explanations are not needed."""
+    """Return sentences that explain the table's numbers, or an empty string if explanations are not needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -293,7 +293,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return sentences about methods whose final values do not describe the model of the last round; usually empty.
+    """Return sentences about the methods whose final values are not from the last round's model (usually none).
 
     Args:
         models: For each method, the result of ``kept``, which names the round of the saved model.
@@ -309,7 +309,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty without such runs.
+    """Return a list with one sentence about the runs that broke down (see ``Row.stuck``), or an empty list.
 
     Args:
         stuck: A mapping from each method's label to its number of runs that broke down.

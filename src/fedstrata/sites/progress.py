@@ -254,7 +254,7 @@ def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
 
     Args:
         table: The progress that the server or the site wrote.
-        now: The current time in seconds since 1970. Default: the clock's time.
+        now: The current time in seconds since 1970. By default, it is read from the clock.
     """
     now = time.time() if now is None else now
     age = now - table.get("at", now)

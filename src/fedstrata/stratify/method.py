@@ -1,4 +1,4 @@
-"""Train with Stratify on a random sequence of labels, in batches over all clients or sample by sample."""
+"""Train with Stratify on a random sequence of labels: in batches over all clients, or sample by sample."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Stratify(Method):
     optimisers other than SGD cause an error.
 
     Args:
-        mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
-            travels from client to client, with one step per sample. ``hybrid``: first ``batch``, then ``single`` on new
-            samples.
+        mode: How the clients train the model. ``batch``: many clients compute the gradient of a batch together.
+            ``single``: the model travels from client to client, with one step per sample. ``hybrid``: first ``batch``,
+            then ``single`` on new samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
         label_weights: Whether to multiply a sample's loss by p / q: its label has a fraction p of all samples, and a
@@ -69,10 +69,10 @@ class Stratify(Method):
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
             ``weighted`` by their numbers of samples with this label.
         batch_size: Number of samples in a batch, summed over all clients. Default: ``training.batch_size``.
-        lr_rule: Factor by which the learning rate is multiplied: 1 (``none``), r (``linear``) or √r (``sqrt``), where r
-            is ``batch_size / training.batch_size``.
-        local_steps: Number of steps that each client takes on its own samples of a batch, in batch mode. With one
-            step, training on a batch equals one step of centralised SGD.
+        lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``: 1
+            (``none``), r (``linear``) or √r (``sqrt``).
+        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1,
+            training on a batch equals one step of centralised SGD.
         server: Server optimiser in batch mode. The optimiser's ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and weight decay of ``training``.
         chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
@@ -173,7 +173,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests that the server may send: about labels before the first round, and during training."""
+        """Return the requests that the server may send: requests about labels at the start, and training requests."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
         before, window = 0, by_round("all", lambda _: ALL)
@@ -208,7 +208,7 @@ class Stratify(Method):
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Learn the labels of each client. With masking, the server sees numbers instead of labels."""
+        """Find out which labels each client has. With masking, the server sees numbers instead of labels."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 

@@ -1,4 +1,4 @@
-"""Run the personal parts of local training: local layers, a first training stage, personal models, and fine-tuning."""
+"""Add personal parts to local training: local layers, a first training stage, personal models, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
-    """Store the layers that stay at the client. Return the trained model with the server's values of these layers.
+    """Store the layers that stay at the client. Return the trained model with these layers as the server sent them.
 
     Args:
         client: The client.
@@ -91,8 +91,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
 def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
     """Train and store the client's personal model, if the objective has a ``personal_stage``.
 
-    The objective of the stage receives the parameters of the global model in its message, with the key ``global``.
-    Training of a client's first personal model starts at the global model.
+    The message to the stage's objective contains the parameters of the global model under the key ``global``.
+    A client's first personal model starts from the global model.
 
     Args:
         client: The client.

@@ -170,7 +170,7 @@ class Bounds:
         return {f"updates by {weight.name}": Numbers(values, self.params, wide, weight, update)}
 
     def buffers(self, weight: Weight) -> Summands:
-        """Describe the sum of the changes of floating-point buffers; empty if the model has no such buffers."""
+        """Describe the sum of the changes to floating-point buffers; the result is empty without such buffers."""
         like = {name: b for name, b in self.config.model.buffers().items() if b.is_floating_point()}
 
         def values(sent: Weights, reply: FitReply) -> Params:
@@ -302,7 +302,7 @@ class ModelForm:
         return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
     def exchange(self, request: Any) -> int:
-        """Return the index of a request within its round, for the random rounding."""
+        """Return the index of a request within its round, which selects the random numbers for rounding."""
         return 0
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:

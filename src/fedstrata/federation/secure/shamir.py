@@ -22,7 +22,7 @@ def split(
 
     Args:
         secret: A number from 0 to ``prime`` − 1.
-        threshold: Number t of shares that determine the secret.
+        threshold: Number t of shares that suffice to reconstruct the secret.
         holders: Number n of shares.
         prime: The prime.
         draw: A function that returns a random number below its argument. Default: random numbers from the operating

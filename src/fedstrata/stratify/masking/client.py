@@ -150,7 +150,7 @@ def report_counts(client: Client, request: CountReport) -> CountReply:
 
 @handles(OpenTotals)
 def open_totals(client: Client, request: OpenTotals) -> Totals:
-    """Decrypt sums over clients, and round the sums, because the errors of CKKS could reveal the secret key."""
+    """Decrypt sums over clients, and round them: the CKKS errors of unrounded sums could reveal the secret key."""
     keys = ring_of(client.context).open()
     opener = keys.counting
     pages = [opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages]

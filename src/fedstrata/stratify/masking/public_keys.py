@@ -51,7 +51,7 @@ class Public:
     """The clients' public keys, with which the server checks, adds and compares ciphertexts.
 
     Args:
-        keys: A client's reply to ``OpenKeys``.
+        keys: The public keys that a client sent in reply to ``OpenKeys``.
     """
 
     def __init__(self, keys: PublicKeys) -> None:
@@ -68,7 +68,7 @@ class Public:
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Raise ``ReplyRefusedError`` if a reply was encrypted with other keys.
+        """Raise ``ReplyRefusedError`` if a reply was not encrypted with these keys.
 
         Args:
             key: The fingerprint in the reply.
