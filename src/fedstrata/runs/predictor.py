@@ -146,8 +146,8 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
         run_dir: The run folder, or any folder with ``model.json`` and ``model.safetensors``.
         model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. ``load`` does not change
-            the module, and ignores its trainable parameters. The folder does not contain frozen parameters, so the
-            module's frozen parameters must equal the frozen parameters of the run.
+            the module, and uses the run's trained parameters instead of the module's. The folder does not contain
+            frozen parameters, so the module's frozen parameters must equal the frozen parameters of the run.
 
     Raises:
         SpecError: The folder does not contain a finished run, or ``model`` is missing or does not fit the run.

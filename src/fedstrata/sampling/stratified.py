@@ -58,7 +58,7 @@ class StratifiedState:
             gradients.
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
-        seed: The experiment's seed, on which sketches depend.
+        seed: The experiment's seed, which determines the sketches.
         clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round:
             with at most ``FITTED`` clients, or with new gradients from all clients.
     """
@@ -75,8 +75,8 @@ class StratifiedState:
     def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
         """Return a copy in which the given clients have new compressed gradients.
 
-        The argument ``clients`` contains the clients, ascending, shape (n,), and ``points`` contains their new
-        gradients, shape (n, d).
+        The argument ``clients`` contains the clients in ascending order, shape (n,), and ``points`` contains their
+        new gradients, shape (n, d).
         """
         known, after = with_rows(self.known, self.points, clients, points)
         clusters = self.clusters

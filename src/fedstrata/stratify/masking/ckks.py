@@ -2,8 +2,8 @@
 
 CKKS can add and multiply encrypted numbers. This module has two sets of parameters, each with 128 bits of security.
 Ciphertexts with the parameters ``COUNTING`` can only be added. Ciphertexts with the parameters ``COMPARING`` can also
-be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so products have the square of
-this scale. Products are not *rescaled*, because rescaling divides them by a prime that differs slightly from the scale.
+be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so products have a squared
+scale. Products are not *rescaled*, because rescaling divides them by a prime that differs slightly from the scale.
 """
 
 from __future__ import annotations

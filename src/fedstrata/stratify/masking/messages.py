@@ -165,7 +165,7 @@ class CompareReply(Reply):
 
 @record("Compare")
 class Compare(Request):
-    """A request to report which scrambled differences between the client's labels and the server's list are zero.
+    """A request to report the zeros among the scrambled differences between the client's labels and the server's list.
 
     Args:
         classes: The number C of classes.
@@ -283,7 +283,7 @@ class Totals(Reply):
         """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of the label's clients.
 
         Args:
-            holders: The number of clients with samples of each label, int64, shape (P,).
+            holders: For each label, the number of clients that have samples of this label, int64, shape (P,).
         """
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
