@@ -63,7 +63,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return the verdict on a claim. For each case, ``right`` contains True if the claim holds.
+    """Return the verdict on a claim. ``right`` says for each case whether the claim holds.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')

@@ -93,8 +93,8 @@ def plot(
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
     """Plot the primary metric over rounds and over bytes, as PNG files, and as PDF files that fit a paper's column.
 
-    The files of the first figure have the name of the metric, such as ``accuracy.png``. The files of the second figure
-    have the name ``traffic``.
+    The files of the first figure are named after the metric, such as ``accuracy.png``. The files of the second figure
+    are named ``traffic``.
 
     Returns:
         The paths of the files.

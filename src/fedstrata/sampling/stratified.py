@@ -51,9 +51,9 @@ class StratifiedState:
     """The sampler's state, which contains the last compressed gradient of each client.
 
     Args:
-        known: Clients with a known gradient, ascending, int64.
+        known: Clients with a known gradient, in ascending order, int64.
         points: The compressed gradients of the clients in ``known``, shape (len(known), d).
-        participants: Clients that sent back a model in the last round, ascending, int64.
+        participants: Clients that sent back a model in the last round, in ascending order, int64.
         sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
             gradients.
         lr: The learning rate of the last round.
@@ -427,7 +427,7 @@ def draw(
     """Draw clients from every stratum in proportion to ``norms``, or uniformly if all norms in the stratum are zero.
 
     Args:
-        clients: The clients, ascending, shape (N,).
+        clients: The clients in ascending order, shape (N,).
         strata: The stratum of each client, shape (N,).
         sizes: The number of clients in each stratum, shape (H,).
         allocation: The number of draws from each stratum, shape (H,).

@@ -223,7 +223,7 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Raise ``ReplyRefusedError`` if a page that gets an entry does not have exactly one ciphertext."""
+        """Raise ``ReplyRefusedError`` if the reply's ciphertexts are not for the pages of the new entries."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
@@ -271,7 +271,7 @@ class CountReport(Request):
 
 @record("Totals")
 class Totals(Reply):
-    """The number of samples of each label over all clients, decrypted by one client.
+    """The total number of samples of each label, which one client has decrypted.
 
     Args:
         totals: The totals, int64, shape (P,), in the order of the placeholders (the numbers that stand for labels).
