@@ -180,7 +180,7 @@ class Stratified(ClientSampler):
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if updates that are used as gradients would disclose the clients' numbers of samples.
+        """Raise ``SpecError`` if using updates as gradients would disclose the clients' numbers of samples.
 
         The norm of an update depends on the number of local steps. If ``training.local_steps`` is not set, the number
         of local steps depends on the client's number of samples.

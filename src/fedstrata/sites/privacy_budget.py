@@ -1,9 +1,9 @@
 """Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
-The site adds up Rényi divergences of one order. The site chooses the order at the first step after it has set a budget,
-and never changes the order. The total is therefore an upper bound of ε even if jobs depend on earlier replies (Feldman
-and Zrnic 2021, Theorem 4.1). Before the first step of a round, the site records the round's steps on the disk. An
-interrupted job has therefore spent the budget of all rounds that it began.
+The site adds up Rényi divergences of one order. The site chooses this order at its first step under a budget, and never
+changes the order. The total is therefore an upper bound of ε even if jobs depend on earlier replies (Feldman and Zrnic
+2021, Theorem 4.1). Before the first step of a round, the site records the round's steps on the disk. An interrupted job
+has therefore spent the budget of all rounds that it began.
 """
 
 from __future__ import annotations

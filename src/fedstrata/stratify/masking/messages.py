@@ -280,7 +280,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of the label's clients.
+        """Raise ``ReplyRefusedError`` if a total is impossible, for example if a label has more clients than samples.
 
         Args:
             holders: For each label, the number of clients that have samples of this label, int64, shape (P,).
@@ -294,7 +294,7 @@ class Totals(Reply):
 
 @record("OpenTotals")
 class OpenTotals(Request):
-    """A request to decrypt the number of samples of each label over all clients.
+    """A request to decrypt the total number of samples of each label.
 
     Args:
         pages: The ciphertexts. Each ciphertext contains many totals.
@@ -317,8 +317,8 @@ class ShareReply(Reply):
     """For each label of a client, the client's fraction of all samples with this label.
 
     Args:
-        shares: For each label, the client's number of samples divided by the number of samples over all clients,
-            float64, shape (L,).
+        shares: For each label, the client's number of samples with this label, divided by the number of all clients'
+            samples with this label, float64, shape (L,).
     """
 
     shares: Tensor
@@ -331,7 +331,7 @@ class ShareReport(Request):
     Only weighted selection needs these fractions.
 
     Args:
-        totals: For each of the client's labels, the number of samples over all clients, int64, shape (L,).
+        totals: For each of the client's labels, the number of all clients' samples with this label, int64, shape (L,).
     """
 
     reply_type: ClassVar[type[Reply]] = ShareReply
