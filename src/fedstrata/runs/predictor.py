@@ -49,7 +49,7 @@ OF_ROWS = ("label", "columns", "missing", "delimiter")
 def describe_model(prepared: Prepared) -> dict[str, Any]:
     """Return the content of ``model.json``: all information that inference needs, except the parameters.
 
-    Each float is written with the fewest digits that determine the float64.
+    Each float is written with the fewest digits from which the same float64 can be read.
 
     Args:
         prepared: The experiment.
@@ -120,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.safetensors`` and ``model.json``. The file ``model.json`` contains checksums of both files.
+    """Write ``model.safetensors`` and ``model.json``, and store the checksums of both in ``model.json``.
 
     Args:
         folder: The run folder.

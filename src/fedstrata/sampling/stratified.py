@@ -1,8 +1,8 @@
 """Draw clients as in FedSTS: divide clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
 
 The symbols are the same as in the paper. The compressed gradient of client k is Z_k. A stratum is a group of clients,
-and there are H strata. Stratum h has N_h clients and gets m_h draws, and S_h is the standard deviation of the gradients
-Z_k in stratum h. Neyman's allocation is m_h ∝ N_h S_h.
+and there are H strata. In stratum h, there are N_h clients and m_h draws, and the gradients Z_k have the standard
+deviation S_h. Neyman's allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations

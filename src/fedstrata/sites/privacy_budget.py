@@ -62,7 +62,7 @@ class Spending:
         return jobs
 
     def total(self) -> NDArray[np.float64]:
-        """Return the sum of the Rényi divergences over all jobs, for each of ``ORDERS``."""
+        """Return, for each of ``ORDERS``, the sum of the Rényi divergences of all jobs."""
         total: NDArray[np.float64] = sum(self.by_job().values(), np.zeros(len(ORDERS)))
         return total
 

@@ -117,8 +117,7 @@ class Sealer:
 
         Args:
             values: At most ``Parameters.slots`` numbers.
-            product: Whether to use the squared scale that products have, so that the ciphertext can be added to a
-                product.
+            product: Whether to use the squared scale of products. The ciphertext can then be added to a product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))

@@ -1,4 +1,4 @@
-"""Requests and replies of an enrolment: the server learns which clients have labels in common.
+"""Requests and replies of an enrolment, in which the server learns which clients have labels in common.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
@@ -155,9 +155,9 @@ class CompareReply(Reply):
     """The positions of the client's labels in the server's encrypted list of labels (the unique list).
 
     Args:
-        places: For each label of the client, the position of a zero difference, int64, shape (L,). Column c of the
-            request's ciphertext i has the position i · width + c. A label with a zero difference is on the server's
-            list. All other labels have the position −1. ``SlotLayout`` defines columns and width.
+        places: For each label of the client, the position of a zero difference, or −1 if no difference is zero, int64,
+            shape (L,). Column c of the request's ciphertext i has the position i · width + c. A label with a zero
+            difference is on the server's list. ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
