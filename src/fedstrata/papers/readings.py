@@ -45,7 +45,7 @@ EXACT, DRAWN = 0.01, 0.05
 
 @dataclass(frozen=True)
 class Reading:
-    """A result that follows from a paper's formulas or algorithms, without training a model.
+    """A result that follows from a paper's formulas or algorithms. No model is trained for it.
 
     Args:
         name: Name by which claims refer to the reading.

@@ -66,7 +66,7 @@ def plot(
         path: The file to write (optional). The suffix determines the format, such as ``.png`` or ``.pdf``.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the data sent since the start.
         title: The title of the figure (optional).
-        narrow: Whether the figure fits one column of a paper: 3.5 inches wide, with a font size of 8 points.
+        narrow: Whether to make the figure fit one column of a paper: 3.5 inches wide, with a font size of 8 points.
 
     Raises:
         SpecError: No run has the column.

@@ -131,7 +131,7 @@ class PrivacyBudget:
     def report(self) -> dict[str, Any]:
         """Compute the total ε of all jobs, and the ε of each job, with privacy loss distributions (PLD).
 
-        The result is empty if no job with ``privacy.dp`` has trained.
+        The result is empty if the site has not recorded steps with ``privacy.dp``.
 
         Raises:
             DataError: The file is damaged.

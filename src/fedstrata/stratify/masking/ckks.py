@@ -87,7 +87,7 @@ class Sealer:
         parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are not a context, or the context has wrong parameters, or contains a secret key.
+        ReplyRefusedError: The bytes are not a context, or the context has wrong parameters or contains a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:

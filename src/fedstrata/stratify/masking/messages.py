@@ -326,7 +326,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request to report, for each label of the client, which fraction of all samples with this label the client has.
+    """A request to report, for each label of the client, the client's fraction of all samples with this label.
 
     Only weighted selection needs these fractions.
 
