@@ -148,7 +148,7 @@ def _note(curves: Curves, column: str, against: str) -> str:
 def plot_run(history: History, folder: Path | str) -> list[Path]:
     """Plot a run as ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png``.
 
-    If the accuracy is not the primary metric, the first figure shows the primary metric and is named after it.
+    If the accuracy is not the primary metric, the first file shows the primary metric and is named after this metric.
 
     Returns:
         The paths of the files.

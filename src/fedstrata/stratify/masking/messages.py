@@ -223,7 +223,7 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Raise ``ReplyRefusedError`` if the reply's ciphertexts are not for the pages of the new entries."""
+        """Raise ``ReplyRefusedError`` if the reply does not contain exactly one ciphertext per page of new entries."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
