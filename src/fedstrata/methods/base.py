@@ -106,7 +106,7 @@ class Method(Setting):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The facts about clients that the method hides, and that evaluations must not disclose."""
+        """The facts that the method hides about clients, and that evaluations must not disclose."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:

@@ -45,7 +45,7 @@ EXACT, DRAWN = 0.01, 0.05
 
 @dataclass(frozen=True)
 class Reading:
-    """A result that follows from a paper's formulas or algorithms, without training a model.
+    """A result that follows from a paper's formulas or algorithms. No model is trained for it.
 
     Args:
         name: Name by which claims refer to the reading.
@@ -63,7 +63,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return the verdict on a claim. For each case, ``right`` contains True if the claim holds.
+    """Return the verdict on a claim. ``right`` says for each case whether the claim holds.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')

@@ -112,7 +112,7 @@ def to_latex(table: ByClient, column: str) -> str:
 
 
 def to_csv(table: ByClient) -> str:
-    """Return CSV with one row per client and method. Numbers are not rounded, and missing numbers are blank."""
+    """Return CSV with one row per client and method. Numbers are not rounded. Cells of missing numbers are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["client", "label", "n", "mean", "sd", "low", "high"])

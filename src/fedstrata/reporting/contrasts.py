@@ -488,7 +488,7 @@ def _mathematics(cell: str) -> str:
 
 
 def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
-    """Return CSV with one row per data set, measure and method. Numbers are not rounded; missing numbers are blank.
+    """Return CSV with one row per data set, measure and method. Numbers are not rounded; missing ones are left empty.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparisons.

@@ -66,7 +66,7 @@ def plot(
         path: The file to write (optional). The suffix determines the format, such as ``.png`` or ``.pdf``.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the data sent since the start.
         title: The title of the figure (optional).
-        narrow: Whether the figure fits one column of a paper: 3.5 inches wide, with a font size of 8 points.
+        narrow: Whether to make the figure fit one column of a paper: 3.5 inches wide, with a font size of 8 points.
 
     Raises:
         SpecError: No run has the column.
@@ -93,8 +93,8 @@ def plot(
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
     """Plot the primary metric over rounds and over bytes, as PNG files, and as PDF files that fit a paper's column.
 
-    The files of the first figure have the name of the metric, such as ``accuracy.png``. The files of the second figure
-    have the name ``traffic``.
+    The files of the first figure are named after the metric, such as ``accuracy.png``. The files of the second figure
+    are named ``traffic``.
 
     Returns:
         The paths of the files.
@@ -148,7 +148,7 @@ def _note(curves: Curves, column: str, against: str) -> str:
 def plot_run(history: History, folder: Path | str) -> list[Path]:
     """Plot a run as ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png``.
 
-    If the accuracy is not the primary metric, the first figure shows the primary metric and has the metric's name.
+    If the accuracy is not the primary metric, the first file shows the primary metric and is named after this metric.
 
     Returns:
         The paths of the files.

@@ -49,7 +49,7 @@ OF_ROWS = ("label", "columns", "missing", "delimiter")
 def describe_model(prepared: Prepared) -> dict[str, Any]:
     """Return the content of ``model.json``: all information that inference needs, except the parameters.
 
-    Each float is written with the fewest digits that determine the float64.
+    Each float is written with the fewest digits from which the same float64 can be read.
 
     Args:
         prepared: The experiment.
@@ -120,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.safetensors`` and ``model.json``. The file ``model.json`` contains checksums of both files.
+    """Write ``model.safetensors`` and ``model.json``, and store the checksums of both in ``model.json``.
 
     Args:
         folder: The run folder.
@@ -146,8 +146,8 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
         run_dir: The run folder, or any folder with ``model.json`` and ``model.safetensors``.
         model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. ``load`` does not change
-            the module, and ignores its trainable parameters. The folder does not contain frozen parameters, so the
-            module's frozen parameters must equal the frozen parameters of the run.
+            the module, and uses the run's trained parameters instead of the module's. The folder does not contain
+            frozen parameters, so the module's frozen parameters must equal the frozen parameters of the run.
 
     Raises:
         SpecError: The folder does not contain a finished run, or ``model`` is missing or does not fit the run.

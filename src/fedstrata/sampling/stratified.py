@@ -1,8 +1,8 @@
 """Draw clients as in FedSTS: divide clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
 
 The symbols are the same as in the paper. The compressed gradient of client k is Z_k. A stratum is a group of clients,
-and there are H strata. Stratum h has N_h clients and gets m_h draws, and S_h is the standard deviation of the gradients
-Z_k in stratum h. Neyman's allocation is m_h ∝ N_h S_h.
+and there are H strata. In stratum h, there are N_h clients and m_h draws, and the gradients Z_k have the standard
+deviation S_h. Neyman's allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class StratifiedState:
     """The sampler's state, which contains the last compressed gradient of each client.
 
     Args:
-        known: Clients with a known gradient, ascending, int64.
+        known: Clients with a known gradient, in ascending order, int64.
         points: The compressed gradients of the clients in ``known``, shape (len(known), d).
-        participants: Clients that sent back a model in the last round, ascending, int64.
+        participants: Clients that sent back a model in the last round, in ascending order, int64.
         sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
             gradients.
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
-        seed: The experiment's seed, on which sketches depend.
+        seed: The experiment's seed, which determines the sketches.
         clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round:
             with at most ``FITTED`` clients, or with new gradients from all clients.
     """
@@ -75,8 +75,8 @@ class StratifiedState:
     def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
         """Return a copy in which the given clients have new compressed gradients.
 
-        The argument ``clients`` contains the clients, ascending, shape (n,), and ``points`` contains their new
-        gradients, shape (n, d).
+        The argument ``clients`` contains the clients in ascending order, shape (n,), and ``points`` contains their
+        new gradients, shape (n, d).
         """
         known, after = with_rows(self.known, self.points, clients, points)
         clusters = self.clusters
@@ -179,7 +179,7 @@ class Stratified(ClientSampler):
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if updates that are used as gradients would disclose the clients' numbers of samples.
+        """Raise ``SpecError`` if using updates as gradients would disclose the clients' numbers of samples.
 
         The norm of an update depends on the number of local steps. If ``training.local_steps`` is not set, the number
         of local steps depends on the client's number of samples.
@@ -426,7 +426,7 @@ def draw(
     """Draw clients from every stratum in proportion to ``norms``, or uniformly if all norms in the stratum are zero.
 
     Args:
-        clients: The clients, ascending, shape (N,).
+        clients: The clients in ascending order, shape (N,).
         strata: The stratum of each client, shape (N,).
         sizes: The number of clients in each stratum, shape (H,).
         allocation: The number of draws from each stratum, shape (H,).

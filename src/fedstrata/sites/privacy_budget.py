@@ -1,9 +1,9 @@
 """Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
-The site adds up Rényi divergences of one order. The site chooses the order at the first step after it has set a budget,
-and never changes the order. The total is therefore an upper bound of ε even if jobs depend on earlier replies (Feldman
-and Zrnic 2021, Theorem 4.1). Before the first step of a round, the site records the round's steps on the disk. An
-interrupted job has therefore spent the budget of all rounds that it began.
+The site adds up Rényi divergences of one order. The site chooses this order at its first step under a budget, and never
+changes the order. The total is therefore an upper bound of ε even if jobs depend on earlier replies (Feldman and Zrnic
+2021, Theorem 4.1). Before the first step of a round, the site records the round's steps on the disk. An interrupted job
+has therefore spent the budget of all rounds that it began.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Spending:
         return jobs
 
     def total(self) -> NDArray[np.float64]:
-        """Return the sum of the Rényi divergences over all jobs, for each of ``ORDERS``."""
+        """Return, for each of ``ORDERS``, the sum of the Rényi divergences of all jobs."""
         total: NDArray[np.float64] = sum(self.by_job().values(), np.zeros(len(ORDERS)))
         return total
 
@@ -131,7 +131,7 @@ class PrivacyBudget:
     def report(self) -> dict[str, Any]:
         """Compute the total ε of all jobs, and the ε of each job, with privacy loss distributions (PLD).
 
-        The result is empty if no job with ``privacy.dp`` has trained.
+        The result is empty if the site has not recorded steps with ``privacy.dp``.
 
         Raises:
             DataError: The file is damaged.

@@ -23,6 +23,6 @@ class BySquareRoot(fs.Aggregator):
     power: float = Field(default=0.5, ge=0, le=1)  # a setting; set it with --set method.aggregator.power=1
 
     def coefficients(self, selection, returned, samples):
-        """Return the averaging weight of each reply. The model w becomes w + sum of weight × (client's model − w)."""
+        """Return the averaging weight of each reply. The model w becomes w + Σ weight × (client's model − w)."""
         weights = np.maximum(samples, 0.0) ** self.power * selection.draws[returned]
         return weights / max(weights.sum(), 1e-12)

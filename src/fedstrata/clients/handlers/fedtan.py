@@ -61,7 +61,7 @@ class FitTogether(TrainingRequest):
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """Raise an error if the reply fails ``TrainingRequest``'s checks, or contains values of an objective."""
+        """Raise an error if the checks of ``TrainingRequest`` fail, or if the reply contains values of an objective."""
         super().check(reply)
         check_message(reply, {})
 

@@ -2,8 +2,8 @@
 
 CKKS can add and multiply encrypted numbers. This module has two sets of parameters, each with 128 bits of security.
 Ciphertexts with the parameters ``COUNTING`` can only be added. Ciphertexts with the parameters ``COMPARING`` can also
-be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so products have the square of
-this scale. Products are not *rescaled*, because rescaling divides them by a prime that differs slightly from the scale.
+be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so products have a squared
+scale. Products are not *rescaled*, because rescaling divides them by a prime that differs slightly from the scale.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Sealer:
         parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are not a context, or the context has wrong parameters, or contains a secret key.
+        ReplyRefusedError: The bytes are not a context, or the context has wrong parameters or contains a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:
@@ -117,8 +117,7 @@ class Sealer:
 
         Args:
             values: At most ``Parameters.slots`` numbers.
-            product: Whether to use the squared scale that products have, so that the ciphertext can be added to a
-                product.
+            product: Whether to use the squared scale of products. The ciphertext can then be added to a product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))

@@ -1,4 +1,4 @@
-"""Requests and replies of an enrolment: the server learns which clients have labels in common.
+"""Requests and replies of an enrolment, in which the server learns which clients have labels in common.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
@@ -155,9 +155,9 @@ class CompareReply(Reply):
     """The positions of the client's labels in the server's encrypted list of labels (the unique list).
 
     Args:
-        places: For each label of the client, the position of a zero difference, int64, shape (L,). Column c of the
-            request's ciphertext i has the position i · width + c. A label with a zero difference is on the server's
-            list. All other labels have the position −1. ``SlotLayout`` defines columns and width.
+        places: For each label of the client, the position of a zero difference, or −1 if no difference is zero, int64,
+            shape (L,). Column c of the request's ciphertext i has the position i · width + c. A label with a zero
+            difference is on the server's list. ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
@@ -165,7 +165,7 @@ class CompareReply(Reply):
 
 @record("Compare")
 class Compare(Request):
-    """A request to report which scrambled differences between the client's labels and the server's list are zero.
+    """A request to report the zeros among the scrambled differences between the client's labels and the server's list.
 
     Args:
         classes: The number C of classes.
@@ -223,7 +223,7 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Raise ``ReplyRefusedError`` if a page that gets an entry does not have exactly one ciphertext."""
+        """Raise ``ReplyRefusedError`` if the reply does not contain exactly one ciphertext per page of new entries."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
@@ -271,7 +271,7 @@ class CountReport(Request):
 
 @record("Totals")
 class Totals(Reply):
-    """The number of samples of each label over all clients, decrypted by one client.
+    """The total number of samples of each label, which one client has decrypted.
 
     Args:
         totals: The totals, int64, shape (P,), in the order of the placeholders (the numbers that stand for labels).
@@ -280,10 +280,10 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of the label's clients.
+        """Raise ``ReplyRefusedError`` if a total is impossible, for example if a label has more clients than samples.
 
         Args:
-            holders: The number of clients with samples of each label, int64, shape (P,).
+            holders: For each label, the number of clients that have samples of this label, int64, shape (P,).
         """
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
@@ -294,7 +294,7 @@ class Totals(Reply):
 
 @record("OpenTotals")
 class OpenTotals(Request):
-    """A request to decrypt the number of samples of each label over all clients.
+    """A request to decrypt the total number of samples of each label.
 
     Args:
         pages: The ciphertexts. Each ciphertext contains many totals.
@@ -317,8 +317,8 @@ class ShareReply(Reply):
     """For each label of a client, the client's fraction of all samples with this label.
 
     Args:
-        shares: For each label, the client's number of samples divided by the number of samples over all clients,
-            float64, shape (L,).
+        shares: For each label, the client's number of samples with this label, divided by the number of all clients'
+            samples with this label, float64, shape (L,).
     """
 
     shares: Tensor
@@ -326,12 +326,12 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request to report, for each label of the client, which fraction of all samples with this label the client has.
+    """A request to report, for each label of the client, the client's fraction of all samples with this label.
 
     Only weighted selection needs these fractions.
 
     Args:
-        totals: For each of the client's labels, the number of samples over all clients, int64, shape (L,).
+        totals: For each of the client's labels, the number of all clients' samples with this label, int64, shape (L,).
     """
 
     reply_type: ClassVar[type[Reply]] = ShareReply
