@@ -23,7 +23,7 @@ Params = dict[str, Tensor]
 
 
 class Model:
-    """A module as a pure function of its parameters.
+    """A PyTorch module, called as a pure function of its parameters.
 
     ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module.
     The call can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs

@@ -66,7 +66,7 @@ class RunAccountant(Protocol):
     """
 
     def listening(self, listener: Listener | None) -> Listener | None:
-        """Return a function that is called with the clients' replies, so that the accountant can read values from them.
+        """Return a function that reads values from the clients' replies for the accountant.
 
         Args:
             listener: The run's own listener, which the returned function also calls.

@@ -98,8 +98,8 @@ class Sites(Setting):
             the spec's partition divides the spec's data set among the sites, for a trial.
         policy: Settings that replace the defaults in the sites' initial policies. Each site may change its own policy
             later.
-        site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first
-            site is client 0, and so on.
+        site: A mapping from the name of each site (letters, digits and hyphens) to its entry. If the sites
+            have their own data, the first site is client 0, the second site is client 1, and so on.
     """
 
     federation: str = "fedstrata"

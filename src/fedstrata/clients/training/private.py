@@ -85,8 +85,8 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    In this formula, g_i is the gradient for sample i, C is the clipping norm, and z is the noise multiplier. ξ are
-    standard normal numbers, and b is the expected number of samples in a step.
+    In this formula, g_i is the gradient for sample i, C is the clipping norm, and z is the noise multiplier. The
+    entries of ξ are standard normal numbers, and b is the expected number of samples in a step.
 
     Args:
         model: The model, into which the trained parameters are loaded.
