@@ -214,7 +214,7 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the result of ``column``, or two empty arrays if the column does not contain numbers."""
+        """Return the result of ``column``. If the column does not contain numbers, return two empty arrays."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
@@ -246,7 +246,7 @@ class History(Sequence[Record]):
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the saved model, by default the last evaluated model; None without evaluations."""
+        """Test accuracy of the saved model (by default, the last evaluated model); None without evaluations."""
         return self.final("accuracy")
 
     @property
@@ -403,7 +403,7 @@ def _read_evaluations(history: History, folder: Path) -> None:
 
 
 def write_evaluations(history: History, folder: Path) -> None:
-    """Write the confusion matrices and the results per client, if any, into a run folder."""
+    """Write confusion matrices and results per client into a run folder, if the run has them."""
     matrices = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
     if matrices:
         # Write one matrix per line, because indented JSON would have a line for each number.

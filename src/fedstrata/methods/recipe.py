@@ -96,7 +96,7 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Build the samplers, objective and aggregator that differ from FedAvg's, with the method's settings."""
+        """From the method's settings, build the samplers, objective and aggregator that differ from FedAvg's."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:

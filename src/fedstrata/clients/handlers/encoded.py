@@ -126,7 +126,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 @dataclass(frozen=True)
 class SecondTerm:
-    """A client's reply to PowerSGD's second request, before the client stores its encoding error.
+    """A client's reply to PowerSGD's second request. ``remember`` then stores the encoding error.
 
     Args:
         pending: The values that the client stored when it answered the first request.

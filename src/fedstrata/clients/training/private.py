@@ -66,8 +66,8 @@ def secret_noise(shape: torch.Size) -> Tensor:
     """Draw standard normal numbers that cannot be reproduced.
 
     The numbers come from ChaCha20 with a new key from the operating system. Each number is the normal quantile of a
-    uniform random number with 53 bits. All numbers are rounded to float32, so attacks on floating-point noise (Mironov
-    2012) remain possible.
+    uniform random number with 53 bits. Attacks on floating-point noise (Mironov 2012) remain possible,
+    because all numbers are rounded to float32.
 
     Args:
         shape: The shape of the returned tensor.
