@@ -157,7 +157,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings in effect and the replaced components, as a table for creating an equal method."""
+        """Return a table for creating an equal method: the settings in effect, and the replaced components."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -261,7 +261,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules for secure sums of replies, to training requests and to requests of the data sampler."""
+        """Return the rules for secure sums of training replies and of replies to the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 

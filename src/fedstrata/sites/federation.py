@@ -68,8 +68,8 @@ class ServerEntry(Setting):
     Args:
         host: The server's host name, to which sites connect.
         port: The port to which sites and administrators connect. The port must be open.
-        data: The server's file of test samples, if sites have their own data. Without this file, each site measures the
-            model on a part of its own data (``evaluation.client_test``).
+        data: If the sites have their own data: the server's file of test samples. Without this file, each site
+            measures the model on a part of its own data (``evaluation.client_test``).
         allow: Top-level packages at the server. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """
@@ -87,7 +87,7 @@ class Sites(Setting):
     Args:
         federation: The name of the federation. All certificates of the federation contain this name.
         patience: The number of seconds within which a site must answer.
-        least: The smallest number of sites that must answer, before the first round and in every round.
+        least: The minimum number of sites that must answer, both before the first round and in every round.
         fewer: What the server does if fewer than ``least`` sites answer: ``wait`` until enough sites answer again,
             ``abort`` the run, or ``go-on`` with fewer sites.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,

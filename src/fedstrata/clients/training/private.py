@@ -94,7 +94,7 @@ class NoisyGradient:
         context: The context that the objective's loss gets as an argument.
         dp: The clipping norm C and the noise multiplier z.
         expected: The expected number b of samples in a step.
-        noise: The function that draws ξ, on the CPU, so that the noise does not depend on the device.
+        noise: The function that draws ξ. This function runs on the CPU, so the noise does not depend on the device.
     """
 
     model: Model
