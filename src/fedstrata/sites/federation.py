@@ -149,8 +149,8 @@ class Sites(Setting):
 
         Args:
             name: The name of the site.
-            base_dir: The folder to which relative paths refer in a trial on this machine. With None, paths refer to the
-                site's own machine, and are not changed.
+            base_dir: The folder to which relative paths refer in a trial on this machine. If None, paths refer to the
+                site's own machine, and stay as they are.
         """
         entry = self.site[name]
         given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}

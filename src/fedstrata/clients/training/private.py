@@ -184,8 +184,8 @@ def descend_privately(
         optimizer_state: The initial state of the optimiser.
 
     Returns:
-        The loss before each step (which must not leave the client), the expected total number of samples in all
-        batches, and the optimiser's new state (None if not kept).
+        The losses before the steps, the expected total number of samples in all batches, and the optimiser's new state
+        (None if it is not kept). The losses must not leave the client.
     """
     names = [name for name in params if name in trained]
     values, losses = [params[name] for name in names], list[Tensor]()
