@@ -305,8 +305,8 @@ class History(Sequence[Record]):
 
         - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round.
 
-        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples that determined
-          the best round.
+        - ``best_round``, ``best_accuracy`` and ``best_on``: the best round, its accuracy, and the samples that
+          determined the best round.
 
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 

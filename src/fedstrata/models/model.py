@@ -221,7 +221,7 @@ class Model:
 
         Raises:
             RuntimeError: The model is already loaded. Use a ``clone``.
-            ValueError: A name is missing or unknown, or a shape differs.
+            ValueError: A name is missing or unknown, or a shape is wrong.
         """
         if self._installed is not None:
             raise RuntimeError("this model is loaded already. Use a copy from clone().")

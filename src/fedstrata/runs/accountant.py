@@ -47,7 +47,7 @@ def dp_accounting() -> ModuleType:
 
 @cache
 def divergences(noise: float, rate: float) -> NDArray[np.float64]:
-    """Return the Rényi divergence of one step for each of ``ORDERS``.
+    """Return the Rényi divergence of one step, for each order in ``ORDERS``.
 
     Args:
         noise: Standard deviation of the noise, as a multiple of the maximum norm of a per-sample gradient.
