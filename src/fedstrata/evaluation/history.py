@@ -214,7 +214,7 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the result of ``column``, or two empty arrays if the column does not contain numbers."""
+        """Return the result of ``column``. If the column does not contain numbers, return two empty arrays."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
@@ -246,7 +246,7 @@ class History(Sequence[Record]):
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the saved model, by default the last evaluated model; None without evaluations."""
+        """Test accuracy of the saved model (by default, the last evaluated model); None without evaluations."""
         return self.final("accuracy")
 
     @property
@@ -299,14 +299,14 @@ class History(Sequence[Record]):
 
         - ``method``, ``seed`` and ``rounds``: the method's name, the seed and the number of rounds.
 
-        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the primary metric, whether lower
-          values are better, and the metric's final and best values. These keys are missing if the primary metric is the
-          accuracy.
+        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the primary metric, its direction
+          (True if lower values are better), and its final and best values. These keys are missing if the primary metric
+          is the accuracy.
 
         - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round.
 
-        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples that determined
-          the best round.
+        - ``best_round``, ``best_accuracy`` and ``best_on``: the best round, its accuracy, and the samples that
+          determined the best round.
 
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
@@ -403,7 +403,7 @@ def _read_evaluations(history: History, folder: Path) -> None:
 
 
 def write_evaluations(history: History, folder: Path) -> None:
-    """Write the confusion matrices and the results per client, if any, into a run folder."""
+    """Write confusion matrices and results per client into a run folder, if the run has them."""
     matrices = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
     if matrices:
         # Write one matrix per line, because indented JSON would have a line for each number.

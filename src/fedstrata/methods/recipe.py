@@ -96,7 +96,7 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Build the samplers, objective and aggregator that differ from FedAvg's, with the method's settings."""
+        """From the method's settings, build the samplers, objective and aggregator that differ from FedAvg's."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
@@ -157,7 +157,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings in effect and the replaced components, as a table for creating an equal method."""
+        """Return a table for creating an equal method: the settings in effect, and the replaced components."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -192,7 +192,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and ``training``; None if a sampler or the objective declares no requests."""
+        """Return the requests of the samplers, and ``training``; None if a component does not declare its requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -261,7 +261,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules by which secure sums add up replies to training requests and the data sampler's requests."""
+        """Return the rules for secure sums of training replies and of replies to the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 

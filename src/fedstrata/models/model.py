@@ -23,7 +23,7 @@ Params = dict[str, Tensor]
 
 
 class Model:
-    """A module as a pure function of its parameters.
+    """A PyTorch module, called as a pure function of its parameters.
 
     ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module.
     The call can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
@@ -221,7 +221,7 @@ class Model:
 
         Raises:
             RuntimeError: The model is already loaded. Use a ``clone``.
-            ValueError: A name is missing or unknown, or a shape differs.
+            ValueError: A name is missing or unknown, or a shape is wrong.
         """
         if self._installed is not None:
             raise RuntimeError("this model is loaded already. Use a copy from clone().")
@@ -266,7 +266,7 @@ class Model:
         return self._installed
 
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Let a loaded module use the tensors ``params`` themselves, and copies of ``buffers``. Shapes are not checked.
+        """Install ``params`` (without copying) and copies of ``buffers`` in a loaded module. Shapes are not checked.
 
         The module and ``params`` then share memory, so use this method only for passes that do not change parameters.
         The tensors ``params`` must not change until other parameters are loaded or shared.
@@ -330,7 +330,7 @@ def evaluating(model: Model) -> Iterator[None]:
 
 
 def forward(module: nn.Module, x: Inputs) -> Tensor:
-    """Return the logits that a module computes for a batch: a tensor, or a mapping from argument names to tensors."""
+    """Return a module's logits for a batch. The batch is a tensor, or a mapping from argument names to tensors."""
     return unwrapped(module(x) if isinstance(x, Tensor) else module(**x))
 
 

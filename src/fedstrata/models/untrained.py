@@ -68,7 +68,7 @@ class Untrained:
                 self.sent[name].copy_(values)
 
     def changed(self, before: list[tuple[str, int]]) -> set[str]:
-        """Return the names of the tensors whose entries in ``versions`` differ from ``before``."""
+        """Return the names of the tensors whose entries in ``versions()`` and ``before`` differ."""
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:

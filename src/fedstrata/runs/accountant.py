@@ -47,7 +47,7 @@ def dp_accounting() -> ModuleType:
 
 @cache
 def divergences(noise: float, rate: float) -> NDArray[np.float64]:
-    """Return the Rényi divergence of one step for each of ``ORDERS``.
+    """Return the Rényi divergence of one step, for each order in ``ORDERS``.
 
     Args:
         noise: Standard deviation of the noise, as a multiple of the maximum norm of a per-sample gradient.
@@ -66,7 +66,7 @@ class RunAccountant(Protocol):
     """
 
     def listening(self, listener: Listener | None) -> Listener | None:
-        """Return a function that is called with the clients' replies, so that the accountant can read values from them.
+        """Return a function that reads values from the clients' replies for the accountant.
 
         Args:
             listener: The run's own listener, which the returned function also calls.

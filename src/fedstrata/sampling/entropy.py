@@ -62,7 +62,7 @@ class Entropy(ClientSampler):
             raise SpecError("method.client_sampler", problem, self.name)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts, which the sampler sends once per run."""
+        """Return the request that asks for the clients' label counts. The sampler sends this request once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:
@@ -90,7 +90,7 @@ class Entropy(ClientSampler):
 
 
 def greedy(counts: Ints, m: int) -> Ints:
-    """Return the indices of m rows: row 0, and then, one by one, the row that maximises the entropy of the rows' sum.
+    """Return the indices of m rows. After row 0, each further row maximises the entropy of the sum of the chosen rows.
 
     Args:
         counts: The label counts of each of n ≥ m clients, shape (n, C). If several rows are equally good, the first of

@@ -87,7 +87,7 @@ class Graph(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts, which the sampler sends once per run."""
+        """Return the request that asks for the clients' label counts. The sampler sends this request once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:

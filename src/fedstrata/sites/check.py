@@ -63,8 +63,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to test the connection to the server.
-        data: Whether to check the site's data too. If False, it is only a warning if the site refuses the job in its
-            folder, because the site may be started for another job.
+        data: Whether to check the site's data too. If False, a site that refuses the job in its folder
+            causes only a warning, because the site may be started for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.

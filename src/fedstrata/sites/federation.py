@@ -68,8 +68,8 @@ class ServerEntry(Setting):
     Args:
         host: The server's host name, to which sites connect.
         port: The port to which sites and administrators connect. The port must be open.
-        data: The server's file of test samples, if sites have their own data. Without this file, each site measures the
-            model on a part of its own data (``evaluation.client_test``).
+        data: If the sites have their own data: the server's file of test samples. Without this file, each site
+            measures the model on a part of its own data (``evaluation.client_test``).
         allow: Top-level packages at the server. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """
@@ -87,7 +87,7 @@ class Sites(Setting):
     Args:
         federation: The name of the federation. All certificates of the federation contain this name.
         patience: The number of seconds within which a site must answer.
-        least: The smallest number of sites that must answer, before the first round and in every round.
+        least: The minimum number of sites that must answer, both before the first round and in every round.
         fewer: What the server does if fewer than ``least`` sites answer: ``wait`` until enough sites answer again,
             ``abort`` the run, or ``go-on`` with fewer sites.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
@@ -98,8 +98,8 @@ class Sites(Setting):
             the spec's partition divides the spec's data set among the sites, for a trial.
         policy: Settings that replace the defaults in the sites' initial policies. Each site may change its own policy
             later.
-        site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first
-            site is client 0, and so on.
+        site: A mapping from the name of each site (letters, digits and hyphens) to its entry. If the sites
+            have their own data, the first site is client 0, the second site is client 1, and so on.
     """
 
     federation: str = "fedstrata"
@@ -149,8 +149,8 @@ class Sites(Setting):
 
         Args:
             name: The name of the site.
-            base_dir: The folder to which relative paths refer in a trial on this machine. With None, paths refer to the
-                site's own machine, and are not changed.
+            base_dir: The folder to which relative paths refer in a trial on this machine. If None, paths refer to the
+                site's own machine, and stay as they are.
         """
         entry = self.site[name]
         given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}

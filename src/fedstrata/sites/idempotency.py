@@ -1,4 +1,4 @@
-"""Compute a site's reply to a repeated request only once, and send the site's heartbeats."""
+"""Compute a site's reply once, even if the request is repeated. Send the site's heartbeats."""
 
 from __future__ import annotations
 

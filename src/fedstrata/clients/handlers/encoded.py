@@ -1,7 +1,7 @@
 """Answer requests with codecs, which compress the model, the update in the reply, or both.
 
-The client computes the server's model from the most recent model that it received and from the later changes. The
-client then answers the inner request, encodes the update in its reply, and stores the encoding error.
+The client computes the server's model: it applies the request's changes to the most recent model that it received.
+The client then answers the inner request, encodes the update in its reply, and stores the encoding error.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 @dataclass(frozen=True)
 class SecondTerm:
-    """A client's reply to PowerSGD's second request, before the client stores its encoding error.
+    """A client's reply to PowerSGD's second request. ``remember`` then stores the encoding error.
 
     Args:
         pending: The values that the client stored when it answered the first request.
@@ -145,7 +145,7 @@ class SecondTerm:
 
         Args:
             client: The client.
-            sent: The client's term as the server receives it (rounded in a secure sum).
+            sent: The client's term that the server receives. With a secure sum, this term is rounded.
         """
         codec, pending = client.context.communication.up, self.pending
         assert isinstance(codec, PowerSGD)

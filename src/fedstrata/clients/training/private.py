@@ -66,8 +66,8 @@ def secret_noise(shape: torch.Size) -> Tensor:
     """Draw standard normal numbers that cannot be reproduced.
 
     The numbers come from ChaCha20 with a new key from the operating system. Each number is the normal quantile of a
-    uniform random number with 53 bits. All numbers are rounded to float32, so attacks on floating-point noise (Mironov
-    2012) remain possible.
+    uniform random number with 53 bits. Attacks on floating-point noise (Mironov 2012) remain possible,
+    because all numbers are rounded to float32.
 
     Args:
         shape: The shape of the returned tensor.
@@ -85,8 +85,8 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    In this formula, g_i is the gradient for sample i, C is the clipping norm, and z is the noise multiplier. ξ are
-    standard normal numbers, and b is the expected number of samples in a step.
+    In this formula, g_i is the gradient for sample i, C is the clipping norm, and z is the noise multiplier. The
+    entries of ξ are standard normal numbers, and b is the expected number of samples in a step.
 
     Args:
         model: The model, into which the trained parameters are loaded.
@@ -94,7 +94,7 @@ class NoisyGradient:
         context: The context that the objective's loss gets as an argument.
         dp: The clipping norm C and the noise multiplier z.
         expected: The expected number b of samples in a step.
-        noise: The function that draws ξ, on the CPU, so that the noise does not depend on the device.
+        noise: The function that draws ξ. This function runs on the CPU, so the noise does not depend on the device.
     """
 
     model: Model
@@ -184,8 +184,8 @@ def descend_privately(
         optimizer_state: The initial state of the optimiser.
 
     Returns:
-        The loss before each step (which must not leave the client), the expected total number of samples in all
-        batches, and the optimiser's new state (None if not kept).
+        The losses before the steps, the expected total number of samples in all batches, and the optimiser's new state
+        (None if it is not kept). The losses must not leave the client.
     """
     names = [name for name in params if name in trained]
     values, losses = [params[name] for name in names], list[Tensor]()

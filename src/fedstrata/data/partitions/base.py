@@ -28,8 +28,8 @@ class Assignment:
 
     Args:
         indices: The samples' indices in the training set, client after client, int64.
-        offsets: The start position of each client's samples in ``indices``, followed by the length of ``indices``,
-            shape (N + 1,), int64.
+        offsets: The positions in ``indices`` at which the clients' samples start, followed by the length of
+            ``indices``; shape (N + 1,), int64.
         codes: The index of each client in the data set's ``client_names``, shape (N,); None if the data set does not
             define the clients.
 
