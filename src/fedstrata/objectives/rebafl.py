@@ -46,7 +46,7 @@ class Rebalanced(CountsIdle):
 
     The loss is ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16), where h̃ are the augmented features and φ is the head. Both losses are
     cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10).
-    For augmented features, n_k(c) and n_k are replaced by the numbers of new labels in the batch.
+    For augmented features, n_k(c) is the number of new labels c in the batch, and n_k is the batch size.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
     become h̃ = P[c_j] + λ (h − P[y]), and get the label c_j. The prototype of class c is P[c], which the client
@@ -58,7 +58,7 @@ class Rebalanced(CountsIdle):
 
     Args:
         epsilon: Smoothing ε of the class prior, from the client's class fractions (0) to a uniform prior (1).
-        mu: Weight μ of the loss on augmented features. The published code uses 0.5, with ``training.momentum = 0.5``.
+        mu: Weight μ of the loss on augmented features. The published code uses 0.5, and ``training.momentum = 0.5``.
         transfer: Factor λ. An augmented feature is another class's prototype plus λ times a sample's deviation from its
             own class's prototype.
         relaxed: Whether the loss uses the class prior. If false, the loss is plain cross-entropy.

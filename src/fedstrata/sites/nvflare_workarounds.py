@@ -150,7 +150,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 class JobEnd:
     """A signal that ends calls to sites.
 
-    The signal is triggered if the job is aborted, and when the job's server ends normally.
+    The signal is triggered when the job is aborted or when the job's server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.

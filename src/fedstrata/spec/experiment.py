@@ -92,7 +92,7 @@ class Experiment(Setting):
         return self
 
     def with_task(self, task: Task) -> Experiment:
-        """Return a copy with the task derived from the data; the experiment itself if the spec sets a task."""
+        """Return a copy with the task derived from the data. If the spec sets a task, return the experiment itself."""
         if self.task is not None or task == Classification():
             return self
         evaluation = self.evaluation.of_task(task)

@@ -1,4 +1,4 @@
-"""Enrol clients: the server learns their numbers of samples, and which of them share labels, but not the labels.
+"""Enrol clients: the server learns their sample counts and which clients share labels, but not the labels.
 
 The server enrols clients before the first round, and whenever further clients join. A *placeholder* is a number that
 stands for a label. The server assigns placeholders in the order in which it discovers the labels. The order does not
