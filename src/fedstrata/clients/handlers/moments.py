@@ -51,7 +51,7 @@ class MomentsReply(Reply):
 
 @record("Moments")
 class Moments(ModelRequest):
-    """A request for the moments of each class's features, computed with the model ``weights`` (CCVR).
+    """A request for the moments of each class's features, computed with the model in ``weights`` (CCVR).
 
     Args:
         round: The round, counted from 1.
