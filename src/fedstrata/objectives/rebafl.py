@@ -6,8 +6,8 @@ contains the prototypes. The tensor ``samples``, shape (C,), contains the number
 was computed. A class without a prototype has 0 samples and a row of zeros in ``means``.
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
-  is 0 for a class that no client has ever reported. For a class that clients have reported, ``samples`` is the number
-  of samples in the most recent round with a report of this class.
+  is 0 for a class that no client has ever reported. For any other class, ``samples`` is the number of the class's
+  samples in the most recent round in which clients reported the class.
 
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 
@@ -152,7 +152,7 @@ class Rebalanced(CountsIdle):
     # The following hooks run on a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Compute the client's own prototypes (Eq. 18) with the received model; add them to the server's message."""
+        """Compute the client's own prototypes (Eq. 18) with the received model, and add them to the message."""
         if not self.mu:
             return received
         with model.loaded(weights.params, weights.buffers) as params:

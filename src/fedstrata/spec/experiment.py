@@ -115,7 +115,7 @@ class Experiment(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the spec as nested dicts.
 
-        Leave out sections that have no effect and did not exist in earlier versions.
+        If a section that did not exist in earlier versions has no effect, leave it out.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -342,8 +342,8 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 def line_of(text: str, key: str) -> int | None:
     r"""Return the line of a dotted key in TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of the key's innermost section that exists; None if no
-    section exists. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
+    If the text does not contain the key, return the line of the key's innermost section that exists. If none of the
+    key's sections exists, return None. The tables of a list, ``[[section]]``, have keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -376,7 +376,7 @@ def variants(
 ) -> dict[str, Experiment]:
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
-    A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
+    A label is a method's name, or LABEL in a table ``[compare.LABEL]``. The sections of this table are merged into the
     spec. The table's key ``method.name`` selects the method; without this key, the label is the method's name. If no
     method has this name, the spec's method is used.
 

@@ -48,7 +48,7 @@ class Roll:
         counts: Each client's numbers of samples, as a mapping, in the order of the client's placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
             clients that reported counts.
-        totals: The number of samples of each placeholder over all clients, shape (P,).
+        totals: For each placeholder, the number of samples that all clients have together, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
             ``PackedRegister``. With the register, the server recognises the labels of clients that join later.
     """
@@ -102,7 +102,7 @@ class TagRegister:
 
     Args:
         keys: The clients' public keys.
-        tags: The keyed hash (16 bytes) of the label for which each placeholder 0 … P − 1 stands.
+        tags: For each placeholder 0 … P − 1, the keyed hash (16 bytes) of its label.
     """
 
     keys: PublicKeys
@@ -148,8 +148,7 @@ def enrol(
             all labels), "mapping" (find each client's labels) and "counts".
 
     Returns:
-        The enrolled clients, which replied to every request. For each client that is not enrolled, an event contains
-        the reason.
+        The enrolled clients, which replied to every request. For each client that is not enrolled, an event says why.
 
     Raises:
         QuorumError: No client replied, or no client could decrypt the totals.
