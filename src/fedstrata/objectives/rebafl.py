@@ -11,8 +11,8 @@ was computed. A class without a prototype has 0 samples and a row of zeros in ``
 
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 
-- With ``keep_prototypes``, a client's state contains, under ``"objective"``, the table that the client sent most
-  recently. Training never uses the clients' tables, but the leakage audit reads them from a checkpoint.
+- With ``keep_prototypes``, the table that a client sent most recently is kept in the client's state, as
+  ``"objective"``. Training never uses the clients' tables, but the leakage audit reads them from a checkpoint.
 
 With μ = 0, prototypes are not computed, and the states of the server and of the clients are None.
 """

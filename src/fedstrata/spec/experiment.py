@@ -256,7 +256,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Return an error with the spec file's path and the key's line.
+    """Return a copy of an error, with the spec file's path and the key's line added.
 
     If the file does not contain the key, return the error unchanged.
     """
@@ -268,7 +268,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Apply an override ``section.key=value`` to nested dicts.
 
     Raises:
-        SpecError: The override does not contain ``=``, or its key treats a value as a section, as in ``seed.x=1``.
+        SpecError: The override does not contain ``=``, or the key adds a part to a value, as in ``seed.x=1``.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -319,7 +319,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         given: The text that error messages quote, such as the whole override.
 
     Raises:
-        SpecError: A part of the key is empty, or the key treats a value as a section, as in ``seed.x``.
+        SpecError: A part of the key is empty, or the key adds a part to a value, as in ``seed.x``.
     """
     parts = key.split(".")
     if not all(parts):

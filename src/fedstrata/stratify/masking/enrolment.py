@@ -42,7 +42,7 @@ class Roll:
 
     Args:
         masking: The mode of masking; see ``enrol``.
-        names: The random number that clients use for each of the P placeholders: a permutation of 0 … P − 1. All other
+        names: For each of the P placeholders, the number that clients use for it: a permutation of 0 … P − 1. All other
             fields use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: Each client's numbers of samples, as a mapping, in the order of the client's placeholders in ``held``.
@@ -61,7 +61,7 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """For each placeholder (a number that stands for a label), return its clients and their numbers of samples.
+        """For each placeholder (a number that stands for a label), return the clients with this label and their counts.
 
         The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
         that did not report their counts.
@@ -90,7 +90,7 @@ class OpenRegister:
     """The labels, which the server knows because they are not masked.
 
     Args:
-        labels: The label for which each placeholder 0 … P − 1 stands, shape (P,).
+        labels: For each placeholder 0 … P − 1, its label, shape (P,).
     """
 
     labels: Ints
