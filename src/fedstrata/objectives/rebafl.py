@@ -2,8 +2,8 @@
 
 A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. With
 augmentation (μ > 0), prototypes are stored and sent as tables of two tensors. The tensor ``means``, shape (C, d),
-contains the prototypes. The tensor ``samples``, shape (C,), contains the number of samples from which each prototype
-was computed. A class without a prototype has 0 samples and a row of zeros in ``means``.
+contains the prototypes. The tensor ``samples``, shape (C,), contains each prototype's number of samples. A
+class without a prototype has 0 samples and a row of zeros in ``means``.
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
   is 0 for a class that no client has ever reported. For any other class, ``samples`` is the number of the class's
@@ -57,10 +57,10 @@ class Rebalanced(CountsIdle):
     the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the class prior, from the client's class fractions (0) to a uniform prior (1).
+        epsilon: Smoothing ε of the class prior. 0 means the client's class fractions, and 1 means a uniform prior.
         mu: Weight μ of the loss on augmented features. The published code uses 0.5, and ``training.momentum = 0.5``.
-        transfer: Factor λ. An augmented feature is another class's prototype plus λ times a sample's deviation from its
-            own class's prototype.
+        transfer: Factor λ. An augmented feature is another class's prototype plus λ times a feature's difference from
+            the prototype of its own class.
         relaxed: Whether the loss uses the class prior. If false, the loss is plain cross-entropy.
         keep_prototypes: Whether each client stores its latest prototypes, which ``fedstrata audit prototypes`` needs.
         prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only prototypes

@@ -268,7 +268,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Apply an override ``section.key=value`` to nested dicts.
 
     Raises:
-        SpecError: The override does not contain ``=``, or the key adds a part to a value, as in ``seed.x=1``.
+        SpecError: The override does not contain ``=``, or the key continues after a value, as in ``seed.x=1``.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -319,7 +319,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         given: The text that error messages quote, such as the whole override.
 
     Raises:
-        SpecError: A part of the key is empty, or the key adds a part to a value, as in ``seed.x``.
+        SpecError: A part of the key is empty, or the key continues after a value, as in ``seed.x``.
     """
     parts = key.split(".")
     if not all(parts):

@@ -45,7 +45,7 @@ class Roll:
         names: For each of the P placeholders, the number that clients use for it: a permutation of 0 … P − 1. All other
             fields use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: Each client's numbers of samples, as a mapping, in the order of the client's placeholders in ``held``.
+        counts: A mapping from each client to its numbers of samples, in the order of its placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
             clients that reported counts.
         totals: For each placeholder, the number of samples that all clients have together, shape (P,).
