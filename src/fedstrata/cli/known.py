@@ -2,8 +2,8 @@
 
 The list is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
 compares the file with the code. A section such as ``partition`` accepts several names, such as ``dirichlet``. Each name
-stands for a Python class, called a *kind* of the section. If a section has only one class, the name of this kind is
-empty.
+stands for a Python class, called a *kind* of the section. If a section has only one class, this class has an empty
+name.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 def owners(key: str, besides: str = "") -> list[str]:
     """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If only some names in a section have the key, these names follow the section in brackets.
+    If only some names in a section have the key, the section is followed by these names in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.

@@ -38,7 +38,7 @@ class MappedFile:
 
     @classmethod
     def of(cls, values: object) -> MappedFile | None:
-        """Return the file of a ``numpy.memmap``; None for a slice of a memmap, and for any other array."""
+        """Return the file of a ``numpy.memmap``, or None for a slice of a memmap or any other array."""
         if not isinstance(values, np.memmap) or not isinstance(values.base, mmap.mmap) or not values.flags.c_contiguous:
             return None
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)

@@ -43,7 +43,7 @@ class Contrastive(PerSample):
 
     The contrastive loss pulls the features towards the global model's features, and pushes them away from the features
     of the client's previous model. The previous model is the result of the client's most recent training, and is stored
-    at the client between rounds. In a client's first round, the global model is used as the previous model, and the
+    at the client between rounds. In a client's first round, the global model is also the previous model, so the
     contrastive loss has no gradient. Both models compute features in evaluation mode, with their own buffers.
 
     Args:

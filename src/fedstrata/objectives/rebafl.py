@@ -2,17 +2,17 @@
 
 A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. With
 augmentation (μ > 0), prototypes are stored and sent as tables of two tensors. The tensor ``means``, shape (C, d),
-contains the prototypes. The tensor ``samples``, shape (C,), contains the number of samples from which each prototype
-was computed. A class without a prototype has 0 samples and a row of zeros in ``means``.
+contains the prototypes. The tensor ``samples``, shape (C,), contains each prototype's number of samples. A
+class without a prototype has 0 samples and a row of zeros in ``means``.
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
-  is 0 for a class that no client has ever reported. For a class that clients have reported, ``samples`` is the number
-  of samples in the most recent round with a report of this class.
+  is 0 for a class that no client has ever reported. For any other class, ``samples`` is the number of the class's
+  samples in the most recent round in which clients reported the class.
 
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 
-- With ``keep_prototypes``, a client's state contains, under ``"objective"``, the table that the client sent most
-  recently. Training never uses the clients' tables, but the leakage audit reads them from a checkpoint.
+- With ``keep_prototypes``, the table that a client sent most recently is kept in the client's state, as
+  ``"objective"``. Training never uses the clients' tables, but the leakage audit reads them from a checkpoint.
 
 With μ = 0, prototypes are not computed, and the states of the server and of the clients are None.
 """
@@ -46,7 +46,7 @@ class Rebalanced(CountsIdle):
 
     The loss is ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16), where h̃ are the augmented features and φ is the head. Both losses are
     cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10).
-    For augmented features, n_k(c) and n_k are replaced by the numbers of new labels in the batch.
+    For augmented features, n_k(c) is the number of new labels c in the batch, and n_k is the batch size.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
     become h̃ = P[c_j] + λ (h − P[y]), and get the label c_j. The prototype of class c is P[c], which the client
@@ -57,10 +57,10 @@ class Rebalanced(CountsIdle):
     the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the class prior: 0 for the client's class fractions, and 1 for a uniform prior.
-        mu: Weight μ of the loss on augmented features. The published code uses 0.5, with ``training.momentum = 0.5``.
-        transfer: Factor λ. An augmented feature is another class's prototype plus λ times a sample's deviation from its
-            own class's prototype.
+        epsilon: Smoothing ε of the class prior. 0 means the client's class fractions, and 1 means a uniform prior.
+        mu: Weight μ of the loss on augmented features. The published code uses 0.5, and ``training.momentum = 0.5``.
+        transfer: Factor λ. An augmented feature is another class's prototype plus λ times a feature's difference from
+            the prototype of its own class.
         relaxed: Whether the loss uses the class prior. If false, the loss is plain cross-entropy.
         keep_prototypes: Whether each client stores its latest prototypes, which ``fedstrata audit prototypes`` needs.
         prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only prototypes
@@ -152,7 +152,7 @@ class Rebalanced(CountsIdle):
     # The following hooks run on a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Compute the client's own prototypes (Eq. 18) with the received model; add them to the server's message."""
+        """Compute the client's own prototypes (Eq. 18) with the received model, and add them to the message."""
         if not self.mu:
             return received
         with model.loaded(weights.params, weights.buffers) as params:

@@ -39,7 +39,7 @@ class Clusters:
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
         lower: A lower bound on the distance of each row to the centres of all other strata, shape (n,), float64.
-        renewed: The number of rows that were replaced or added since k-means last started from scratch.
+        renewed: The number of rows that were replaced or added since the most recent start from scratch.
     """
 
     centres: Floats32
@@ -70,7 +70,7 @@ class Clusters:
         return cls(centres, sums, sizes, labels, upper, lower)
 
     def without(self, places: Ints, before: Floats32) -> Clusters:
-        """Return a copy in which the given rows have no stratum, because their values will change.
+        """Return a copy in which the given rows, whose values will change, have no stratum.
 
         Args:
             places: The indices of the rows, shape (c,).
@@ -96,7 +96,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, points: Floats32, norms: Floats) -> Clusters:
-        """Take at most ``STEPS`` steps, until each row belongs to its nearest centre. See ``of`` for the arguments."""
+        """Iterate until each row belongs to its nearest centre, at most ``STEPS`` times. See ``of`` for arguments."""
         scale = _scale(norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()

@@ -45,7 +45,7 @@ class LabelReport(Request):
     )
 
     def check(self, reply: LabelReply) -> None:
-        """Raise ``ReplyRefusedError`` if a label occurs twice, or if a label has an impossible number of samples."""
+        """Raise ``ReplyRefusedError`` if a label occurs twice, or if the number of its samples is out of range."""
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):
@@ -71,7 +71,7 @@ class LabelCounts:
     def ask(cls, federation: Federation) -> LabelCounts:
         """Ask every client for its label counts before the first round.
 
-        If ``init`` of a sampler or method calls this function, ``allowed`` must return ``allowed_label_counts()``, too.
+        If ``init`` of a sampler or method calls this function, its ``allowed`` must include ``allowed_label_counts()``.
         """
         strata = federation.config.strata
 

@@ -150,7 +150,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 class JobEnd:
     """A signal that ends calls to sites.
 
-    The signal is triggered if the job is aborted, and when the job's server ends normally.
+    The signal is triggered when the job is aborted or when the job's server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.
@@ -194,7 +194,7 @@ def survive_kill(run: Path) -> None:
 def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Callable[[str], bool]) -> None:
     """Refuse clients by name at registration and at heartbeats, and log out refused clients that are connected.
 
-    Immediately before NVFlare compares a name with the certificate, it asks whether the name is disabled. Only an
+    NVFlare asks whether a name is disabled immediately before it compares the name with the certificate. Only an
     administrator can change NVFlare's own list of disabled names. If we did not log out a refused client, NVFlare would
     send jobs to this client for two more minutes.
 

@@ -92,7 +92,7 @@ class Experiment(Setting):
         return self
 
     def with_task(self, task: Task) -> Experiment:
-        """Return a copy with the task derived from the data; the experiment itself if the spec sets a task."""
+        """Return a copy with the task derived from the data. If the spec sets a task, return the experiment itself."""
         if self.task is not None or task == Classification():
             return self
         evaluation = self.evaluation.of_task(task)
@@ -115,7 +115,7 @@ class Experiment(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the spec as nested dicts.
 
-        Leave out sections that have no effect and did not exist in earlier versions.
+        If a section that did not exist in earlier versions has no effect, leave it out.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -256,7 +256,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Return an error with the spec file's path and the key's line.
+    """Return a copy of an error, with the spec file's path and the key's line added.
 
     If the file does not contain the key, return the error unchanged.
     """
@@ -268,7 +268,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Apply an override ``section.key=value`` to nested dicts.
 
     Raises:
-        SpecError: The override does not contain ``=``, or its key treats a value as a section, as in ``seed.x=1``.
+        SpecError: The override does not contain ``=``, or the key continues after a value, as in ``seed.x=1``.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -319,7 +319,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         given: The text that error messages quote, such as the whole override.
 
     Raises:
-        SpecError: A part of the key is empty, or the key treats a value as a section, as in ``seed.x``.
+        SpecError: A part of the key is empty, or the key continues after a value, as in ``seed.x``.
     """
     parts = key.split(".")
     if not all(parts):
@@ -342,8 +342,8 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 def line_of(text: str, key: str) -> int | None:
     r"""Return the line of a dotted key in TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of the key's innermost section that exists; None if no
-    section exists. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
+    If the text does not contain the key, return the line of the key's innermost section that exists. If none of the
+    key's sections exists, return None. The tables of a list, ``[[section]]``, have keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -376,7 +376,7 @@ def variants(
 ) -> dict[str, Experiment]:
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
-    A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
+    A label is a method's name, or LABEL in a table ``[compare.LABEL]``. The sections of this table are merged into the
     spec. The table's key ``method.name`` selects the method; without this key, the label is the method's name. If no
     method has this name, the spec's method is used.
 

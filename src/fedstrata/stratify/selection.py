@@ -1,9 +1,9 @@
 """Select clients for Stratify: choose a client for each position (entry) of the schedule of labels.
 
-The schedule is the sequence of labels of an epoch. A *position* is one entry of the schedule, at which a client trains
-on one sample of the label. A *placeholder* is a number that stands for a label. In this module, placeholders are the
-numbers 0 … P−1. ``assign_runs`` gives each client a *run* of consecutive positions (Stratify, Algorithm 1).
-``select_batch`` chooses the clients of a batch (Algorithm 2).
+The schedule is the sequence of labels of an epoch. A *position* is one entry of the schedule. At each position, a
+client trains on one sample of the label. A *placeholder* is a number that stands for a label. In this module,
+placeholders are the numbers 0 … P−1. ``assign_runs`` gives each client a *run* of consecutive positions (Stratify,
+Algorithm 1). ``select_batch`` chooses the clients of a batch (Algorithm 2).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class MomentsReply(Reply):
 
 @record("Moments")
 class Moments(ModelRequest):
-    """A request for the moments of each class's features, computed with the model ``weights`` (CCVR).
+    """A request for the moments of each class's features, computed with the model in ``weights`` (CCVR).
 
     Args:
         round: The round, counted from 1.
@@ -71,7 +71,7 @@ class Moments(ModelRequest):
 @handles(Moments)
 @torch.no_grad()
 def report_moments(client: Client, request: Moments) -> MomentsReply:
-    """Return the moments of each class's features in evaluation mode; 0 for classes with too few samples."""
+    """Return the moments of each class's features in evaluation mode. If a class has too few samples, return 0."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     classes, size = client.context.config.outputs, client.model.feature_size

@@ -1,4 +1,4 @@
-"""Enrol clients: the server learns their numbers of samples, and which of them share labels, but not the labels.
+"""Enrol clients: the server learns their sample counts and which clients share labels, but not the labels.
 
 The server enrols clients before the first round, and whenever further clients join. A *placeholder* is a number that
 stands for a label. The server assigns placeholders in the order in which it discovers the labels. The order does not
@@ -42,13 +42,13 @@ class Roll:
 
     Args:
         masking: The mode of masking; see ``enrol``.
-        names: The random number that clients use for each of the P placeholders: a permutation of 0 … P − 1. All other
+        names: For each of the P placeholders, the number that clients use for it: a permutation of 0 … P − 1. All other
             fields use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: Each client's numbers of samples, as a mapping, in the order of the client's placeholders in ``held``.
+        counts: A mapping from each client to its numbers of samples, in the order of its placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
             clients that reported counts.
-        totals: The number of samples of each placeholder over all clients, shape (P,).
+        totals: For each placeholder, the number of samples that all clients have together, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
             ``PackedRegister``. With the register, the server recognises the labels of clients that join later.
     """
@@ -61,7 +61,7 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """For each placeholder (a number that stands for a label), return its clients and their numbers of samples.
+        """For each placeholder (a number that stands for a label), return the clients with this label and their counts.
 
         The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
         that did not report their counts.
@@ -90,7 +90,7 @@ class OpenRegister:
     """The labels, which the server knows because they are not masked.
 
     Args:
-        labels: The label for which each placeholder 0 … P − 1 stands, shape (P,).
+        labels: For each placeholder 0 … P − 1, its label, shape (P,).
     """
 
     labels: Ints
@@ -102,7 +102,7 @@ class TagRegister:
 
     Args:
         keys: The clients' public keys.
-        tags: The keyed hash (16 bytes) of the label for which each placeholder 0 … P − 1 stands.
+        tags: For each placeholder 0 … P − 1, the keyed hash (16 bytes) of its label.
     """
 
     keys: PublicKeys
@@ -148,8 +148,7 @@ def enrol(
             all labels), "mapping" (find each client's labels) and "counts".
 
     Returns:
-        The enrolled clients, which replied to every request. For each client that is not enrolled, an event contains
-        the reason.
+        The enrolled clients, which replied to every request. For each client that is not enrolled, an event says why.
 
     Raises:
         QuorumError: No client replied, or no client could decrypt the totals.
