@@ -316,7 +316,7 @@ class Broken(Partition):
     ("wrong", "message"),
     [
         ("short", "Broken returned 3 owners for 4 samples"),
-        ("beyond", "returned owners 2…2. Return only clients 0…1"),
+        ("beyond", "returned owners 2…2. Return only owners 0…1"),
         ("dropped", "leaves out 1 of 4 samples"),
         ("lists", "returned 1 lists for 2 clients"),
     ],

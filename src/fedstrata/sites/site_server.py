@@ -338,7 +338,7 @@ class SiteServer:
         if result is None:
             raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
         if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
-            raise RuleError("relay", f"the model after hop {fetch.hop} is sent only to a site with the hop's secret")
+            raise RuleError("relay", f"the request for the model after hop {fetch.hop} lacks the hop's secret")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.relay_id)
         about = {"client": result.client, "round": run.guard.round, "samples": result.samples}

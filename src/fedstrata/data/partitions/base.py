@@ -181,7 +181,7 @@ class Partition(Setting):
             if len(result) != samples:
                 raise wrong(f"returned {len(result)} owners for {samples} samples. Return one owner per sample.")
             if samples and not (result.min() >= UNUSED and result.max() < self.clients):
-                raise wrong(f"returned owners {result.min()}…{result.max()}. Return only clients 0…{self.clients - 1}.")
+                raise wrong(f"returned owners {result.min()}…{result.max()}. Return only owners 0…{self.clients - 1}.")
             assignment = Assignment.from_owners(result, self.clients)
         else:
             assignment = Assignment.from_lists(list(result))
