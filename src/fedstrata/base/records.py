@@ -435,7 +435,7 @@ def add(first: Any, second: Any) -> Any:
         return {key: add(first[key], second[key]) for key in first}
     if isinstance(first, (list, tuple)):
         if type(first) is not type(second) or len(first) != len(second):
-            raise TypeError(f"lists of {len(first)} and {len(second)} items cannot be added")
+            raise TypeError(f"a list of length {len(first)} and a list of length {len(second)} cannot be added")
         return type(first)(map(add, first, second))
     if first is None or isinstance(first, (str, bytes)):
         if first != second:

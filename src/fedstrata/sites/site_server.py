@@ -665,7 +665,7 @@ class SiteRun:
         if hop.weights is None and hop.holder == self.site_server.name:
             result = self.leg.result_of(hop.relay_id, hop.base)
             if result is None:
-                raise FedstrataError(f"the model after hop {hop.base} is not at this site")
+                raise FedstrataError(f"this site does not have the model after hop {hop.base}")
             return result.weights
         weights = hop.weights
         if weights is None:

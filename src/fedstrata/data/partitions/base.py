@@ -189,7 +189,7 @@ class Partition(Setting):
                 raise wrong(f"returned {len(assignment)} lists for {self.clients} clients. Return one list per client.")
         indices = assignment.indices
         if len(indices) and not (indices.min() >= 0 and indices.max() < samples):
-            raise wrong(f"returned samples {indices.min()}…{indices.max()}. Return only indices 0…{samples - 1}.")
+            raise wrong(f"returned indices {indices.min()}…{indices.max()}. Return only indices 0…{samples - 1}.")
         held = np.bincount(indices, minlength=samples)
         if held.max(initial=0) > 1:
             raise wrong(f"gives sample {int(held.argmax())} to {held.max()} clients. Give each sample to one client.")

@@ -103,7 +103,7 @@ class Ring:
 
     def __post_init__(self) -> None:
         if not 1 <= self.sites <= LARGEST:
-            raise SpecError("sites", f"must be between 1 and {LARGEST}. Use fewer sites.", self.sites)
+            raise SpecError("sites", f"must be between 1 and {LARGEST}. Use a number in this range.", self.sites)
         for name, most in self.counts.items():
             if most < 0 or self.sites * most > LARGEST:
                 problem = f"the sum over {self.sites} sites may exceed {LARGEST}. Use a smaller bound or fewer sites."
