@@ -76,7 +76,7 @@ class Column(Setting):
         if not isinstance(given, Mapping):
             return given
         if "constant" in given:
-            raise SpecError("constant", "is not a known key. Use impute = 'constant' and value = ….", given["constant"])
+            raise SpecError("constant", "is not a known key. Set 'value' and impute = 'constant'.", given["constant"])
         if given.get("type") is not None:
             return given
         value = given.get("value")
