@@ -214,11 +214,11 @@ class Quota:
         home = [total, *clients]
         with self._changing():
             if self.home and home != self.home:
-                known = f"client(s) {self.home[1:]} of {self.home[0]}"
+                known = f"clients {self.home[1:]} (of {self.home[0]} in total)"
                 raise RuleError(
                     rule,
-                    f"the job assigns client(s) {clients} of {total} to this site, but earlier the site had {known}. "
-                    "Keep the earlier assignment.",
+                    f"the job assigns clients {clients} (of {total} in total) to this site, but earlier the site had "
+                    f"{known}. Keep the earlier assignment.",
                 )
             self.home = home
 
