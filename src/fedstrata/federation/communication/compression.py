@@ -95,7 +95,7 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the reply to PowerSGD's first request contains the original reply, which belongs to the second"
+                    "the answer to PowerSGD's first request already contains the reply to the original request"
                 )
             return
         if answer.reply is None:
