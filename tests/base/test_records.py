@@ -211,7 +211,7 @@ def skeleton(text: object) -> bytes:
     ["builtins.eval", "subprocess.Popen", f"{__name__}.Pair", f"{__name__}.Bomb", "fedstrata.spec.experiment.Data"],
 )
 def test_a_record_that_was_not_declared_is_refused(name):
-    with pytest.raises(WireError, match=f"the record '{name}' is unknown"):
+    with pytest.raises(WireError, match=f"the record type '{name}' is unknown"):
         decode(skeleton({"$r": name, "f": {}}))
 
 

@@ -320,7 +320,7 @@ def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: lis
 def _make(name: str, fields: dict[str, Any]) -> Any:
     cls = RECORDS.get(name)
     if cls is None:
-        raise WireError(f"the record {name!r} is unknown. Use the same version of fedstrata on both sides.")
+        raise WireError(f"the record type {name!r} is unknown. Use the same version of fedstrata on both sides.")
     if not issubclass(cls, Message):
         return cls(**fields)
     try:
