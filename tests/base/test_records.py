@@ -211,7 +211,7 @@ def skeleton(text: object) -> bytes:
     ["builtins.eval", "subprocess.Popen", f"{__name__}.Pair", f"{__name__}.Bomb", "fedstrata.spec.experiment.Data"],
 )
 def test_a_record_that_was_not_declared_is_refused(name):
-    with pytest.raises(WireError, match=f"the record '{name}' is unknown"):
+    with pytest.raises(WireError, match=f"the record type '{name}' is unknown"):
         decode(skeleton({"$r": name, "f": {}}))
 
 
@@ -365,7 +365,7 @@ def test_lists_add_up_leaf_by_leaf():
     assert add([1, 2], [3, 4]) == [4, 6]
     assert add({"a": (1, [2.0])}, {"a": (3, [0.5])}) == {"a": (4, [2.5])}
     assert add({"name": "x", "none": None}, {"name": "x", "none": None}) == {"name": "x", "none": None}
-    with pytest.raises(TypeError, match="lists of 2 and 1 items cannot be added"):
+    with pytest.raises(TypeError, match="a list of length 2 and a list of length 1 cannot be added"):
         add([1, 2], [3])
     with pytest.raises(TypeError, match=r"'a' and 'b' cannot be added\. Use same\(\) to declare a field that is equal"):
         add("a", "b")

@@ -117,7 +117,7 @@ def test_a_table_of_clients(compared, capsys, format, line):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--figure", "f.txt"], "--figure = 'f.txt': must end with .pdf, .png, .svg."),
+        (["--figure", "f.txt"], "--figure = 'f.txt': must end with one of: .pdf, .png, .svg."),
         (["--figure", "f.svg", "--by-client"], "--figure = 'f.svg': shows differences between methods, not between"),
         (
             ["--baseline", "plan"],

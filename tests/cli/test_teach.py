@@ -112,7 +112,7 @@ def test_the_demo_is_that_of_the_repository(capsys):
         (["new", "samplr"], "KIND = 'samplr': is not a kind of file; did you mean 'sampler'? Use one of: spec, demo, "),
         (["new", "sampler", "my-sampler.py"], "FILE = 'my-sampler.py': is not a name that Python can import"),
         (["new", "spec", "spec.py"], "FILE = 'spec.py': has the wrong extension. Give a name that ends in .toml"),
-        (["explain", "alfa"], "KEY = 'alfa': is not a key, section or name of a spec; did you mean 'alpha'? List all"),
+        (["explain", "alfa"], "KEY = 'alfa': is not a known key, section or name; did you mean 'alpha'? For a list"),
     ],
     ids=" ".join,
 )

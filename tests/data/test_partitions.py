@@ -285,7 +285,7 @@ def test_given(labelled):
     assert PARTITIONS.parse(partition.to_spec()) == partition
     with pytest.raises(SpecError, match="gives sample 1 to 2 clients"):
         Given(indices=[[1], [1]]).split(labelled([0, 1]), 0)
-    with pytest.raises(SpecError, match=r"returned samples 0…7. Return only indices 0…1"):
+    with pytest.raises(SpecError, match=r"returned indices 0…7. Return only indices 0…1"):
         Given(indices=[[0], [7]]).split(labelled([0, 1]), 0)
     with pytest.raises(SpecError, match="min_size = 1: client 1 gets 0 samples"):
         Given(indices=[[0], []]).split(labelled([0, 1]), 0)
@@ -316,7 +316,7 @@ class Broken(Partition):
     ("wrong", "message"),
     [
         ("short", "Broken returned 3 owners for 4 samples"),
-        ("beyond", "returned owners 2…2. Return only clients 0…1"),
+        ("beyond", "returned owners 2…2. Return only owners 0…1"),
         ("dropped", "leaves out 1 of 4 samples"),
         ("lists", "returned 1 lists for 2 clients"),
     ],

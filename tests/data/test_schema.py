@@ -215,7 +215,7 @@ def test_a_constant_of_a_text_column_needs_no_type_and_may_be_a_category_that_no
     assert encoded(rows, meaning, range(6))[:, 3].tolist() == [0, 0, 1, 0, 0, 1]
     with pytest.raises(SpecError) as error:
         Schema(label="y", columns={"ward": {"constant": "elsewhere"}})
-    expected = "columns.ward.constant = 'elsewhere': is not a known key. Use impute = 'constant' and value = …."
+    expected = "columns.ward.constant = 'elsewhere': is not a known key. Set 'value' and impute = 'constant'."
     assert str(error.value) == expected
 
 

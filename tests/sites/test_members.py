@@ -30,10 +30,10 @@ def test_a_list_with_a_slip_leaves_the_last_that_could_be_read(
     (kit / MEMBERS).write_text(slip)
     for _ in range(3):
         assert [list_.struck(name) for name in "abc"] == [False, False, True]
-    assert caplog.text.count("is not a list of sites that may connect") == 1
+    assert caplog.text.count("cannot be read as the list of sites that may connect") == 1
     assert "may connect: a, b" in caplog.text
     assert main(["revoke", str(kit), "a"]) == 2
-    assert "is not a list of sites that may connect" in capsys.readouterr().err
+    assert "cannot be read as the list of sites that may connect" in capsys.readouterr().err
     write_members(kit, ["a"])
     assert [list_.struck(name) for name in "abc"] == [False, True, True]
 

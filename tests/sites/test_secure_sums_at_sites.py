@@ -391,12 +391,12 @@ ATTACKS: dict[Callable[[Malicious], Any], str] = {
     no_message: "KeyError. Read the log of site a.",
     another_roster: "the roster is unknown or is not the newest",
     the_exchange_again: "the keys of secure sum 0 were used before",
-    the_round_again: "refused by the rule 'repeat': Masked of Fit may arrive at most 1 time(s) in a round",
+    the_round_again: "'repeat': Masked of Fit arrived again, but may arrive at most 1 time(s) in a round",
     another_model_for_one_site: "'d' has not signed that it sent its vector in this exchange",
     two_votes: "the site has already voted in this exchange",
     a_small_set: "the proposed set has too few sites",
     shares_without_votes: "too few sites have voted for the same set",
-    many_messages: "refused by the rule 'repeat': SiteStep may arrive at most 4 time(s) in a round",
+    many_messages: "'repeat': SiteStep arrived again, but may arrive at most 4 time(s) in a round",
 }
 
 

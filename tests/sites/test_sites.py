@@ -386,7 +386,7 @@ def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:
 
     sums = Sums(1.0)
     sums.open("g", {"a": {0}, "b": {1}})
-    with pytest.raises(SiteRefusedError, match="these clients are at another site"):
+    with pytest.raises(SiteRefusedError, match="one term for each of its own clients"):
         read(sums.add_up("b", records.encode(Part("g", [0], [torch.ones(1)]))), Total)
     with pytest.raises(SiteRefusedError, match="no longer exists"):
         read(sums.add_up("a", records.encode(Part("h", [0], [torch.ones(1)]))), Total)

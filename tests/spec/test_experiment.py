@@ -225,7 +225,7 @@ def test_variants_lay_their_sections_over_the_spec():
         (
             ["fedavgg"],
             {},
-            r"--methods = 'fedavgg': is not a known method or label; did you mean 'fedavg'\? Use some of: .*",
+            r"--methods = 'fedavgg': is not a known method or label; did you mean 'fedavg'\? Use one or more of: .*",
         ),
         ([], {}, "--methods: is required"),
         (["a"], {"a": {"method": "fedavg", "training": {"lr": -1}}}, r"compare\.a\.training\.lr = -1"),

@@ -32,7 +32,7 @@ class Remembering(Aggregator):
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot compute averaging weights without its state. Call combine."
+            f"{type(self).__name__} cannot compute averaging weights without its state. Call combine() instead."
         )
 
 

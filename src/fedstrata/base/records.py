@@ -320,7 +320,7 @@ def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: lis
 def _make(name: str, fields: dict[str, Any]) -> Any:
     cls = RECORDS.get(name)
     if cls is None:
-        raise WireError(f"the record {name!r} is unknown. Use the same version of fedstrata on both sides.")
+        raise WireError(f"the record type {name!r} is unknown. Use the same version of fedstrata on both sides.")
     if not issubclass(cls, Message):
         return cls(**fields)
     try:
@@ -435,7 +435,7 @@ def add(first: Any, second: Any) -> Any:
         return {key: add(first[key], second[key]) for key in first}
     if isinstance(first, (list, tuple)):
         if type(first) is not type(second) or len(first) != len(second):
-            raise TypeError(f"lists of {len(first)} and {len(second)} items cannot be added")
+            raise TypeError(f"a list of length {len(first)} and a list of length {len(second)} cannot be added")
         return type(first)(map(add, first, second))
     if first is None or isinstance(first, (str, bytes)):
         if first != second:

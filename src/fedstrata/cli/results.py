@@ -66,7 +66,7 @@ def _table(options: argparse.Namespace) -> None:
 
     if options.figure is not None:
         if options.figure.suffix.lower() not in FIGURES:
-            raise SpecError("--figure", f"must end with {', '.join(FIGURES)}.", str(options.figure))
+            raise SpecError("--figure", f"must end with one of: {', '.join(FIGURES)}.", str(options.figure))
         if options.by_client is not None:
             problem = "shows differences between methods, not between clients. Remove --by-client."
             raise SpecError("--figure", problem, str(options.figure))

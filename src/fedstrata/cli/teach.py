@@ -168,9 +168,7 @@ def explanations(word: str) -> list[dict[str, Any]]:
                 result.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
     if not (entries := entries or as_value):
         hint = nearest(word, words(table))
-        raise SpecError(
-            "KEY", f"is not a key, section or name of a spec{hint} List all of these with 'fedstrata settings'.", word
-        )
+        raise SpecError("KEY", f"is not a known key, section or name{hint} For a list, run 'fedstrata settings'.", word)
     return entries
 
 

@@ -260,7 +260,7 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
     if array.dtype.kind not in "fiub":
         raise DataError(f"{key} is of type {array.dtype}. The task needs numbers as targets.")
     if array.ndim not in (1, 2) or 0 in array.shape[1:]:
-        raise DataError(f"{key} has shape {array.shape}. Use shape (N,) or (N, K), with one or K numbers per sample.")
+        raise DataError(f"{key} has shape {array.shape}. Use (N,) for one number per sample, or (N, K) for K.")
     _require_length(array, key, samples)
     numbers = array.reshape(samples, -1).astype(np.float64)
     if (bad := ~np.isfinite(numbers)).any():

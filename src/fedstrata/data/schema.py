@@ -76,7 +76,7 @@ class Column(Setting):
         if not isinstance(given, Mapping):
             return given
         if "constant" in given:
-            raise SpecError("constant", "is not a known key. Use impute = 'constant' and value = ….", given["constant"])
+            raise SpecError("constant", "is not a known key. Set 'value' and impute = 'constant'.", given["constant"])
         if given.get("type") is not None:
             return given
         value = given.get("value")
@@ -98,7 +98,7 @@ class Column(Setting):
             raise SpecError("categories", problem, list(names))
         if self.type == "category" and self.impute in ("mean", "median"):
             accepted = "'most-frequent', 'separate-category' or 'constant'"
-            raise SpecError("impute", f"cannot be computed for a category. Use one of: {accepted}.", self.impute)
+            raise SpecError("impute", f"cannot be computed for categories. Use one of: {accepted}.", self.impute)
         if self.type != "category" and self.impute == "separate-category":
             raise SpecError("impute", "requires type = 'category'. For other types, set indicator = true.", self.impute)
         if self.step is not None and not (self.type == "number" and self.counted):

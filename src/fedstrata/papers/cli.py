@@ -35,7 +35,7 @@ def add_reproduce(commands: common.Commands) -> None:
         action="store_true",
         help="run only small experiments (minutes), which test the software but not the papers' claims",
     )
-    parser.add_argument("--seeds", help="comma-separated seeds to run (default: the seeds of each table)")
+    parser.add_argument("--seeds", help="comma-separated seeds of the runs (default: the seeds of each table)")
     help = "device on which the clients train: cpu, auto, cuda or cuda:N (default: cpu)"
     parser.add_argument("--device", default="cpu", help=help)
     parser.add_argument(

@@ -190,7 +190,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
         if before[key] != now[key]:
             raise SpecError(
                 what,
-                f"differs from the {what} of the run in this folder ({before[key][:12]}…, now "
+                f"differs from the {what} of the run in this folder (hash {before[key][:12]}…, now "
                 f"{now[key][:12]}…). Use the same {what}, {elsewhere}",
             )
     for name in sorted(before["code"].keys() | now["code"].keys()):

@@ -68,7 +68,7 @@ class SizeReport(Request):
     def check(self, reply: SizeReply) -> None:
         """Raise ``ReplyRefusedError`` if the number of samples is outside the possible range."""
         if not 0 <= reply.samples <= MOST_SAMPLES or (self.bound and not 1 <= reply.samples < self.bound):
-            raise ReplyRefusedError(f"the number of samples {reply.samples} is impossible")
+            raise ReplyRefusedError(f"the reply contains an impossible number of samples: {reply.samples}")
 
 
 @record("Sizes")

@@ -74,7 +74,7 @@ class PowerOfChoice(ClientSampler):
             )
         if self.candidates is not None and self.candidates < m:
             raise SpecError(
-                key, (f"is less than the number of clients per round, {m}. Use at least {m}."), self.candidates
+                key, (f"is less than {m}, the number of clients per round. Use at least {m}."), self.candidates
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:

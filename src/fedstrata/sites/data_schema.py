@@ -203,7 +203,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
             "'data' in local/fedstrata.toml.",
         )
     if len(clients) != 1:
-        raise SpecError("data", "a site with its own data must list exactly one client.", clients)
+        raise SpecError("data", "a site with its own data must have exactly one client.", clients)
     _empty(spec.data, task_of(spec))
     return path
 

@@ -214,11 +214,11 @@ class Quota:
         home = [total, *clients]
         with self._changing():
             if self.home and home != self.home:
-                known = f"client(s) {self.home[1:]} of {self.home[0]}"
+                known = f"clients {self.home[1:]} (of {self.home[0]} in total)"
                 raise RuleError(
                     rule,
-                    f"the job assigns client(s) {clients} of {total} to this site, but earlier the site had {known}. "
-                    "Keep the earlier assignment.",
+                    f"the job assigns clients {clients} (of {total} in total) to this site, but earlier the site had "
+                    f"{known}. Keep the earlier assignment.",
                 )
             self.home = home
 
@@ -459,7 +459,7 @@ class Guard:
             way = "for a relay" if rule.relay else "outside relays"
             raise RuleError("kind", f"the declaration of the job allows {label} only {way}")
         if together and not rule.together:
-            raise RuleError("kind", f"the job does not declare {label} for clients that add up tensors in a group")
+            raise RuleError("kind", f"the job does not allow a group of clients to add up tensors for {label}")
         round = _round_of(request, rule.phase, self.round)
         inside = getattr(request, "request", None)
         if allowed.inside is not None and _round_of(inside, rule.phase, round) != round:
@@ -507,7 +507,7 @@ class Guard:
             count, when = self._times.get(key, 0) if match.position == self.position else 0, _WHEN[allowed.rule.phase]
         if count >= allowed.times:
             raise RuleError(
-                "repeat", f"{allowed.label} may arrive at most {allowed.times} time(s) {when}, but arrived again"
+                "repeat", f"{allowed.label} arrived again, but may arrive at most {allowed.times} time(s) {when}"
             )
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:

@@ -50,7 +50,7 @@ def _read(kit: Path) -> _Lists:
         return _Lists.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         expected = 'Use {"sites": [NAME, …], "federation": [NAME, …]}.'
-        raise DataError(f"{path}: is not a list of sites that may connect. {expected}") from None
+        raise DataError(f"{path}: cannot be read as the list of sites that may connect. {expected}") from None
 
 
 class Members:

@@ -338,7 +338,7 @@ class SiteServer:
         if result is None:
             raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
         if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
-            raise RuleError("relay", f"the model after hop {fetch.hop} is sent only to a site with the hop's secret")
+            raise RuleError("relay", f"the request for the model after hop {fetch.hop} lacks the hop's secret")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.relay_id)
         about = {"client": result.client, "round": run.guard.round, "samples": result.samples}
@@ -665,7 +665,7 @@ class SiteRun:
         if hop.weights is None and hop.holder == self.site_server.name:
             result = self.leg.result_of(hop.relay_id, hop.base)
             if result is None:
-                raise FedstrataError(f"the model after hop {hop.base} is not at this site")
+                raise FedstrataError(f"this site does not have the model after hop {hop.base}")
             return result.weights
         weights = hop.weights
         if weights is None:

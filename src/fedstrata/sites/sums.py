@@ -82,7 +82,7 @@ class Sums:
                 raise GroupBrokenError("the group of clients no longer exists")
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
                 raise WireError(
-                    f"site {site} sent terms of clients {part.places}, but these clients are at another site"
+                    f"site {site} must send one term for each of its own clients, but sent terms for {part.places}"
                 )
             with self._lock:
                 cache = self._caches.setdefault((part.group, site), RequestCache())

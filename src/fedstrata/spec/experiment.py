@@ -399,7 +399,7 @@ def variants(
     chosen = list(labels) if labels else list(overlays)
     if not chosen:
         problem = "is required, because the spec does not contain tables [compare.LABEL]"
-        raise SpecError("--methods", f"{problem}. Use some of: {', '.join(METHODS)}.")
+        raise SpecError("--methods", f"{problem}. Use one or more of: {', '.join(METHODS)}.")
     merged = {label: _merged(tables, overlays, label) for label in chosen}
     for override in (override for override in overrides if override not in of_labels):
         accepting = [sections for sections in merged.values() if _accepts(sections, tables, override)]
@@ -447,7 +447,7 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
         if label in overlays:
             problem = f"is not set. Set 'name' in [compare.{label}.method] or in [method]."
             raise SpecError(f"{COMPARE}.{label}.method.name", problem)
-        problem = not_among("is not a known method or label", label, [*METHODS, *overlays], "Use some of")
+        problem = not_among("is not a known method or label", label, [*METHODS, *overlays], "Use one or more of")
         raise SpecError("--methods", problem, label)
     # The settings in the spec's [method] apply only to the method that is named there.
     common = common if common.get("name", "fedavg") == name else {}

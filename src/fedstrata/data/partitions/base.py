@@ -181,7 +181,7 @@ class Partition(Setting):
             if len(result) != samples:
                 raise wrong(f"returned {len(result)} owners for {samples} samples. Return one owner per sample.")
             if samples and not (result.min() >= UNUSED and result.max() < self.clients):
-                raise wrong(f"returned owners {result.min()}…{result.max()}. Return only clients 0…{self.clients - 1}.")
+                raise wrong(f"returned owners {result.min()}…{result.max()}. Return only owners 0…{self.clients - 1}.")
             assignment = Assignment.from_owners(result, self.clients)
         else:
             assignment = Assignment.from_lists(list(result))
@@ -189,7 +189,7 @@ class Partition(Setting):
                 raise wrong(f"returned {len(assignment)} lists for {self.clients} clients. Return one list per client.")
         indices = assignment.indices
         if len(indices) and not (indices.min() >= 0 and indices.max() < samples):
-            raise wrong(f"returned samples {indices.min()}…{indices.max()}. Return only indices 0…{samples - 1}.")
+            raise wrong(f"returned indices {indices.min()}…{indices.max()}. Return only indices 0…{samples - 1}.")
         held = np.bincount(indices, minlength=samples)
         if held.max(initial=0) > 1:
             raise wrong(f"gives sample {int(held.argmax())} to {held.max()} clients. Give each sample to one client.")

@@ -321,7 +321,7 @@ class TopK(WithMemory):
         d, parts = _coordinates(like), payload["all"]
         indices = _unpack(parts["places"], _bits(d), self._sent(d))
         if len(indices) and (indices[-1] >= d or (np.diff(indices) <= 0).any()):
-            raise ReplyRefusedError(f"the indices in the payload do not ascend, or an index is not below {d}")
+            raise ReplyRefusedError(f"the payload's indices are not in ascending order, or not all are below {d}")
         flat = np.zeros(d, dtype=np.float32)
         flat[indices] = parts["values"].numpy()
         return _shaped(flat, like)

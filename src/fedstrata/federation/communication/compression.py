@@ -95,11 +95,11 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the reply to PowerSGD's first request contains the original reply, which belongs to the second"
+                    "the answer to PowerSGD's first request already contains the reply to the original request"
                 )
             return
         if answer.reply is None:
-            raise ReplyRefusedError("the reply contains only the encoded update, and lacks the other values of a reply")
+            raise ReplyRefusedError("the answer contains an encoded update, but not the reply to the original request")
         change = self._decode(unpack(answer.payload, self.forms))
         if not all(map(finite, change.values())):
             raise ReplyRefusedError("the decoded update contains NaN or infinity")

@@ -127,4 +127,4 @@ class Coefficients(Request):
     def check(self, reply: EncodedReply) -> None:
         """Raise an error if ``reply.reply``, the client's reply to the inner request, is missing."""
         if reply.reply is None:
-            raise ReplyRefusedError("the reply to PowerSGD's second request lacks the client's original reply")
+            raise ReplyRefusedError("the answer to PowerSGD's second request lacks the reply to the original request")

@@ -103,7 +103,7 @@ class Ring:
 
     def __post_init__(self) -> None:
         if not 1 <= self.sites <= LARGEST:
-            raise SpecError("sites", f"must be between 1 and {LARGEST}. Use fewer sites.", self.sites)
+            raise SpecError("sites", f"must be between 1 and {LARGEST}. Use a number in this range.", self.sites)
         for name, most in self.counts.items():
             if most < 0 or self.sites * most > LARGEST:
                 problem = f"the sum over {self.sites} sites may exceed {LARGEST}. Use a smaller bound or fewer sites."
@@ -145,7 +145,7 @@ class Ring:
             WithheldError: A number is not finite, or a weight or a count is out of range.
         """
         if parts.keys() != self.parts.keys() or counts.keys() != self.counts.keys():
-            raise ValueError(f"the parts and counts are {[*parts, *counts]}, but must be {[*self.parts, *self.counts]}")
+            raise ValueError(f"got the parts and counts {[*parts, *counts]} instead of {[*self.parts, *self.counts]}")
         factors = dict.fromkeys(self.parts, 1.0) | dict(weights or {})
         if not all(0 <= factor <= 1 for factor in factors.values()):
             # The error must not contain the weight, which depends on the size of the site.

@@ -58,7 +58,7 @@ def _add_run(actions: common.Commands) -> None:
     parser = common.add_command(actions, "run", help, examples, more, imports=True, work=_run)
     parser.set_defaults(after_interrupt="To continue from the last checkpoint, repeat the command.")
     _add_selection(parser)
-    parser.add_argument("--seeds", help="comma-separated seeds to run (default: the seeds of the protocol)")
+    parser.add_argument("--seeds", help="comma-separated seeds of the runs (default: the seeds of the protocol)")
     parser.add_argument("--runs", type=Path, help="folder that contains the run folders (default: OUT/runs)")
     common.add_output(parser)
 
