@@ -6,7 +6,7 @@ import sys
 
 if not sys.flags.safe_path:
     # Remove the working directory from sys.path. Otherwise, a file in this directory could replace an installed module.
-    # Only commands that may load a user's own code add the directory again.
+    # Only commands that may load a user's own code put the directory back.
     del sys.path[0]
 
 from fedstrata.cli import main

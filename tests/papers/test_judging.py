@@ -199,8 +199,8 @@ def test_a_verdict_that_depends_on_the_metric_says_so(table):
             found[cell.hash]["last10"] = BASE[cell.seed] - CLEAR[cell.seed]
     evidence = judged(claim, found).evidence
     assert evidence.endswith(
-        "This verdict compares the accuracy after the last round. With the mean accuracy of the last 10 rounds, the "
-        "verdict would be *contradicted*: −1.2 [−1.9, −0.4] points"
+        "This verdict is based on the accuracy after the last round. With the mean accuracy of the last 10 rounds, it "
+        "would be *contradicted*: −1.2 [−1.9, −0.4] points"
     )
 
 

@@ -87,7 +87,7 @@ class Normalised(MeanBySize):
     def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
         if not (total := sums.weight(self.share)):
             return weights, state
-        # The update is τ_eff Σ (n_k / n) Δ_k / τ_k with n = Σ n_k (``total``) and τ_eff = Σ (n_k / n) τ_k (``length``).
+        # The update is τ_eff Σ (n_k / n) Δ_k / τ_k. Here, ``total`` is n, and ``length`` is τ_eff = Σ (n_k / n) τ_k.
         length = sums.number("length") / total
         update = sums.updates(self.share, weights.params, total / length if length else math.inf)
         weights, server = self.step_sums(weights, update, state["server"], selection, sums)

@@ -98,7 +98,7 @@ def torch_seeded(
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     number = int(rng(seed, purpose, round, client).integers(2**63))
     with torch.random.fork_rng([device], device_type="cuda") if cuda else nullcontext():
-        # Do not use torch.manual_seed. It is slow, because it formats a stack trace for devices other than the CPU.
+        # Do not use torch.manual_seed. It is slow, because it formats a stack trace to seed devices other than the CPU.
         torch.default_generator.manual_seed(number)
         if cuda:
             with torch.cuda.device(device):

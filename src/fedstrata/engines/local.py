@@ -56,7 +56,7 @@ class LocalEngine(Engine):
         device = context.cached(on_device).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
-        # Do not fork a process that uses a GPU, or several threads for one operation, because the fork could hang.
+        # If this process uses a GPU or several threads per operation, do not fork, because the new process could hang.
         forks = context.config.training.threads == 1 and device == CPU and can_fork()
         self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None

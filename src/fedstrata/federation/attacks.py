@@ -28,7 +28,7 @@ class Attack(Setting):
     """Base class of attacks. An ``Attack`` determines which clients attack.
 
     Args:
-        share: Fraction of clients that attack. The attackers depend on the experiment's seed, not on the round.
+        share: Fraction of clients that attack. The choice of attackers depends on the seed, not on the round.
             Default: 0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """

@@ -215,7 +215,7 @@ class Training(Setting):
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
             test batches' statistics.
-        execution: How sums over clients are computed. ``fused``: possibly for several clients in one pass.
+        execution: How sums over clients are computed. ``fused``: if possible, for several clients in one pass.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:

@@ -228,7 +228,7 @@ class _Case:
         judgement, other = judge(metric), judge(other_metric)
         if other.verdict in (judgement.verdict, "not tested"):
             return judgement
-        more = f"This verdict compares the {METRICS[metric]}. With the {METRICS[other_metric]}, the verdict would be "
+        more = f"This verdict is based on the {METRICS[metric]}. With the {METRICS[other_metric]}, it would be "
         return replace(judgement, evidence=f"{judgement.evidence}. {more}*{other.verdict}*: {other.evidence}")
 
 
@@ -390,7 +390,7 @@ def _sooner(case: _Case) -> Judgement:
         mine, theirs = (1 + next(i for i, value in enumerate(each) if value >= goal) for each in (curve, other))
         return mine, theirs
 
-    goal = "the same accuracy (the lower of both runs' best accuracies)"
+    goal = "the same accuracy (the lower of the two runs' best accuracies)"
     texts = (
         f"{case.instead}, the number of rounds to reach {goal} changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",

@@ -108,7 +108,7 @@ class Accountant(RunAccountant):
     def listening(self, listener: Listener | None) -> Listener | None:
         def listen(round: int, replies: Mapping[ClientId, Any]) -> None:
             for client, reply in replies.items():
-                self.sizes[client] = min(reply.samples, np.iinfo(np.int64).max)  # a site may send any number
+                self.sizes[client] = min(reply.samples, np.iinfo(np.int64).max)  # a site may send a number above 2⁶³
             if listener is not None:
                 listener(round, replies)
 

@@ -188,7 +188,7 @@ class RunFolder:
         rounds, values = history.points(f"validation.{history.primary}" if validated else column_of(history.primary))
         known = dict(zip(rounds.tolist(), values.tolist(), strict=True))
         if loop_state.best is not None and loop_state.best.value != known.get(loop_state.best.round):
-            loop_state.best = None  # the best evaluation was chosen by the primary metric of an earlier spec
+            loop_state.best = None  # chosen by another primary metric, that of an earlier spec
         # Check that each log contains the line that was its last line at the checkpoint. The checksums within a log do
         # not reveal that lines are missing at its end, or that it is the log of another run.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
@@ -253,8 +253,8 @@ class RunFolder:
         if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
         if round == self._saved:
-            # Only changed states are saved. A second checkpoint of this round would replace the first checkpoint, but
-            # lack the states that are in it.
+            # A checkpoint contains only the states that changed since the previous checkpoint. A second checkpoint of
+            # this round would replace the first, whose states would be lost.
             return
         self._saved = round
         simulation.engine.save(round)

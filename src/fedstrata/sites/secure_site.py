@@ -1,4 +1,4 @@
-"""Take part in secure sums as a site with a certificate, a list of answered requests and a ledger."""
+"""Take part in secure sums as a site with a certificate, a ledger and a list of the requests that it has answered."""
 
 from __future__ import annotations
 

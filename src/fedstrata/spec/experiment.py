@@ -416,7 +416,7 @@ def variants(
     result: dict[str, Experiment] = {}
     for label, sections in merged.items():
         try:
-            # Some systems do not allow a colon, as in "my_module:MyMethod", in the name of a folder.
+            # Labels become names of folders, in which some systems do not allow the colon of "my_module:MyMethod".
             result[label.replace(":", ".")] = Experiment.from_table(sections)
         except SpecError as error:
             key = f"{COMPARE}.{label}.{error.key}" if label in overlays else error.key

@@ -62,7 +62,7 @@ class _TrainsLike(CrossEntropy):
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy that trains only those parameters which ``objective`` trains and clients send."""
+        """Return a cross-entropy objective for the parameters that ``objective`` trains and clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()

@@ -109,7 +109,7 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     if (ranking := _overall(shown)) is not None:
         lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
         lines += ["![Average rank of each method over the columns](board.svg)", ""]
-    lines += _compositions(shown)
+    lines += [*_comparisons(shown), *_compositions(shown)]
     for each in shown:
         lines += [*_column(each), ""]
     return "\n".join([*lines, *_about(protocol, verdicts)]) + "\n"
@@ -164,9 +164,8 @@ def _compositions(shown: Sequence[Verdicts]) -> list[str]:
     headings = ["column", "cost", "best composition", "best method", "composition − method", "p (Holm)"]
     counted = f"{better} of the {len(compared)} rows" if better else "no row"
     about = (
-        "Each row compares the best composition with the best method at equal cost. Both are chosen by their accuracy "
-        "on the validation samples, and compared with new seeds. The composition is significantly more accurate in "
-        f"{counted}."
+        "Each row compares, with new seeds, the best composition and the best method (chosen on validation samples). "
+        f"The composition is significantly more accurate in {counted}."
     )
     return ["## Compositions", "", about, "", *markdown_table(headings, rows, left=4).splitlines(), ""]
 
@@ -178,28 +177,29 @@ def _rank_rule(ranking: Ranking) -> str:
     return f"two methods differ significantly only if their average ranks differ by {ranking.critical:.1f} or more"
 
 
+def _comparisons(shown: Sequence[Verdicts]) -> list[str]:
+    """Return a table with one row per column: the entries that differ significantly from the baseline."""
+    rows = []
+    for each in shown:
+        significant = {name: _mean(each, name) for name, p in each.corrected.items() if p < ALPHA}
+        above, below = ([name for name, mean in significant.items() if mean * sign > 0] for sign in (1, -1))
+        if each.complete:
+            counts = [str(len(each.complete) - 1 - len(significant)), str(len(each.missing))]
+            rows.append([f"[{each.column.label}](#{each.column.label})", _quoted(above), _quoted(below), *counts])
+    headings = ["column", "more accurate than FedAvg", "less accurate", "no significant difference", "not finished"]
+    about = "The table compares accuracies with FedAvg (paired t-test, Holm, 5 %)."
+    return [about, "", *markdown_table(headings, rows, left=3).splitlines(), ""] if rows else []
+
+
 def _column(verdicts: Verdicts) -> list[str]:
-    """Return the page's lines about a column: the comparison with the baseline, and folded details."""
+    """Return the page's lines about a column, with folded details."""
     lines = [f"## {verdicts.column.label}", ""]
-    if verdicts.complete:
-        lines += [*_bullets(_comparison(verdicts)), ""]
     if verdicts.missing:
         count = len(verdicts.missing)
         has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
         lines += [f"All verdicts in this column are provisional, because {has}.", ""]
     details = [*_ranking(verdicts), *_table(verdicts)]
     return lines + _folded(f"{len(verdicts.outcomes)} methods: ranks, accuracies in %, and costs", details)
-
-
-def _comparison(verdicts: Verdicts) -> list[str]:
-    """Return sentences that compare the entries with the baseline."""
-    above = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) > 0]
-    below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
-    others = len(verdicts.complete) - 1 - len(above) - len(below)
-    lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
-    if others:
-        lines.append(f"None of the {others} other methods that finished all seeds differs significantly from FedAvg.")
-    return lines
 
 
 def _ranking(verdicts: Verdicts) -> list[str]:
@@ -221,10 +221,8 @@ def _mean(verdicts: Verdicts, name: str) -> float:
     return verdicts.difference(name).mean or 0.0
 
 
-def _listed(names: Sequence[str], what: str) -> str:
-    quoted = [f"`{name}`" for name in names]
-    listed = f"{quoted[0]} is" if len(names) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]} are"
-    return f"{listed} {what} than FedAvg (paired t-test, Holm, 5 %)."
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "–"
 
 
 def _best(verdicts: Verdicts, measure: str) -> str:
