@@ -28,7 +28,7 @@ class SiteDirectory:
         is_reachable: A function that returns True if a site can probably be reached now, and raises an error if the job
             is over.
         least: The minimum number of sites that must reply, before the first round and in every round.
-        fewer: What the server does if fewer than ``least`` sites reply.
+        fewer: The server's action if fewer than ``least`` sites reply.
     """
 
     def __init__(

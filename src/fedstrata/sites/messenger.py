@@ -56,7 +56,7 @@ class Messenger:
         site_of_client: The name of each client's site; the index is the client's id.
         patience: The number of seconds within which a site must reply.
         least: The minimum number of sites that must reply, before the first round and in every round.
-        fewer: What the server does if fewer than ``least`` sites reply.
+        fewer: The server's action if fewer than ``least`` sites reply.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class JobSpec:
         direct: For a model that clients train one after another: True if the model goes directly to the next site;
             False if the server passes the model on.
         least: The minimum number of sites that must reply.
-        fewer: What the server does if fewer than ``least`` sites reply.
+        fewer: The server's action if fewer than ``least`` sites reply.
     """
 
     spec: str
