@@ -459,8 +459,8 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
     """Return True if an override applies to an experiment.
 
-    An override of ``method`` applies if the experiment's method has the key. In other sections, an override of ``name``
-    always applies. Other overrides apply if the experiment and the spec have the same ``name`` in the section.
+    An override of ``method`` applies if the experiment's method has the key. In other sections, an override that sets
+    ``name`` always applies. Others apply if the experiment and the spec have the same ``name`` in the section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.

@@ -124,8 +124,7 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     finished = sum(not each.missing for each in shown)
     text = (
         f"This page ranks {complete} tuned methods{counted} for training with dropouts, in {len(shown)} "
-        f"setting{'s' * (len(shown) != 1)} (column{'s' * (len(shown) != 1)}). All methods use the same "
-        f"{len(protocol.seeds)} seeds."
+        f"setting{'s' * (len(shown) != 1)} (column{'s' * (len(shown) != 1)})."
     )
     return f"{text} {finished} of {columns} columns {'is' if finished == 1 else 'are'} finished.\n\n{INTERVALS}"
 
