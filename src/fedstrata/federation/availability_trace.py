@@ -19,7 +19,7 @@ class Trace(Availability):
     Args:
         file: Path of a CSV file, relative to the spec or the working directory. A line ``client,first,last`` means that
             a client is online from round ``first`` (counted from 1) to round ``last``.
-        round_seconds: Seconds between the starts of two rounds. With this setting, ``first`` and ``last`` are
+        round_seconds: Seconds between the starts of consecutive rounds. With this setting, ``first`` and ``last`` are
             seconds since the start of round 1.
     """
 

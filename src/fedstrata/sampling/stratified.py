@@ -101,8 +101,8 @@ class Stratified(ClientSampler):
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or only the round's
             ``participants``. Default: ``participants`` with more than 1,000 clients or with ``gradients = "updates"``,
             otherwise ``all``.
-        gradients: Gradients by which clients are grouped. ``asked``: each client computes a gradient of the global
-            model. ``updates``: the client's last update, divided by the learning rate and the number of steps.
+        gradients: Gradients by which clients are grouped. ``asked``: the gradient of the client's loss at the
+            global model. ``updates``: the client's last update, divided by the learning rate and the number of steps.
             Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Values by which clients are compared: the compressed gradient (``restored``), as in the paper, or only
             its d' distinct values (``centroids``), as in FedSTaS's code.

@@ -100,7 +100,7 @@ class Policy(Setting):
             clients add noise.
         sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
             with ``privacy.sums = "plain"``. ``plain``: jobs may use plain or secure sums.
-        parties: The smallest number of sites in a secure sum, at least 3.
+        parties: The smallest number of sites that must contribute to a secure sum, at least 3.
         peers: The certificate fingerprints of the other sites in secure sums, from the output of ``fedstrata check``.
             Ask the sites, and not the server, for the fingerprints. Default: every site with a certificate
             of the federation.
