@@ -223,7 +223,7 @@ class ModelRequest(Request):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names, shapes and dtypes of the reply's update; empty if there is no update.
+        """Return tensors with the names, shapes and dtypes of the reply's update; empty without an update.
 
         Args:
             message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message

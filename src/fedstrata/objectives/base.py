@@ -140,7 +140,7 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message from ``client_final``, for ``fedstrata asks``; empty if there is no message.
+        """A description of the message from ``client_final``, for ``fedstrata asks``; empty without a message.
 
         A subclass that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.

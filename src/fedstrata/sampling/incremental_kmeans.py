@@ -161,7 +161,7 @@ def _distances(points: Floats32, norms: Floats, centres: Floats32, scale: float)
 
 
 def _bounds(distances: Floats, labels: Ints) -> tuple[Floats, Floats]:
-    """Return each row's distance to its own centre and to the nearest other centre (infinite if there is no other)."""
+    """Return each row's distance to its own centre and to the nearest other centre (infinite with a single centre)."""
     rows = np.arange(len(labels))
     others = distances.copy()
     others[rows, labels] = np.inf

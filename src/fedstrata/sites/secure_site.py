@@ -98,7 +98,7 @@ class Answered:
 
     Args:
         path: The file.
-        most: The maximum number of requests that the site answers; None if there is no limit.
+        most: The maximum number of requests that the site answers; None for any number.
     """
 
     def __init__(self, path: Path, most: int | None = None) -> None:
