@@ -216,7 +216,7 @@ class Training(Setting):
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
             test batches' statistics.
         execution: How sums over clients are computed. ``fused``: if possible, for several clients in one pass.
-            ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
+            ``per-client``: Stratify's results are also bit-identical in all engines, but Stratify is slower.
         threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
             one process per core if this is faster, otherwise one process.
