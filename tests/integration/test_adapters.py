@@ -286,7 +286,7 @@ class Normed(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["fedtan", {"name": "stratify", "batch_size": 8}])
 def test_dropout_layers_are_refused_where_clients_run_as_a_group(method: Any):
-    with pytest.raises(SpecError, match=r"^model: draws random numbers.*training.execution = 'fused'"):
+    with pytest.raises(SpecError, match=r"^model: the model draws random numbers.*training.execution = 'fused'"):
         train(spec_of(method, training={"execution": "per-client"}), model=Normed)
 
 

@@ -168,7 +168,7 @@ def test_a_row_that_gains_more_in_one_column_than_in_another(table, more, verdic
     claim = Claim("rebafl", "", "", "gains", {**about, "columns": ["x", "y"]})
     found = judged(claim, results(table, figures))
     assert found.verdict == verdict
-    assert found.measure == "From `y` to `x`, the gain of `b` over `a` changes by"
+    assert found.measure == "In the setting `x` instead of `y`, the gain of `b` over `a` changes by"
     opposite = judged(Claim("rebafl", "", "", "gains", {**about, "columns": ["y", "x"]}), results(table, figures))
     assert opposite.verdict == ("contradicted" if verdict == "confirmed" else "inconclusive")
 
@@ -199,8 +199,8 @@ def test_a_verdict_that_depends_on_the_metric_says_so(table):
             found[cell.hash]["last10"] = BASE[cell.seed] - CLEAR[cell.seed]
     evidence = judged(claim, found).evidence
     assert evidence.endswith(
-        "This verdict is based on the accuracy after the last round. With the mean accuracy of the last 10 rounds, it "
-        "would be *contradicted*: −1.2 [−1.9, −0.4] points"
+        "This verdict is based on the accuracy after the last round. Based on the mean accuracy of the last 10 "
+        "rounds, the verdict would be *contradicted*: −1.2 [−1.9, −0.4] points"
     )
 
 

@@ -40,7 +40,7 @@ class Aggregator(Setting):
     """Whether the averaging weights depend on the number of samples that each client used."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the aggregator needs individual replies, as a verb phrase; empty if sums over clients are enough.
+    """The reason for needing individual replies, such as "compares updates"; empty if sums over clients are enough.
 
     A class must declare this attribute if it overrides a method that reads replies.
     """

@@ -308,7 +308,7 @@ def refuse_random(config: FederationConfig) -> None:
     """
     if config.random:
         problem = "the model draws random numbers, so results are not reproducible when clients train in parallel. Use "
-        problem += "a model without random numbers (for example, nn.Dropout with p = 0). For Stratify, "
+        problem += "a model that does not draw random numbers (for example, set p = 0 in nn.Dropout). For Stratify, "
         problem += "training.execution = 'fused' also works."
         raise SpecError("model", problem)
 

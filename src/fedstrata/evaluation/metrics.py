@@ -44,12 +44,12 @@ class Metric(Setting):
 
     table: ClassVar[str] = "classes"
     """The data from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses),
-    ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of plain classification).
+    ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of a task that has classes).
     """
 
     score_bins: ClassVar[int] = 0
-    """The number of bins in each class's histogram of scores for ``of_sums``; 0 if ``of_sums`` does not use these
-    histograms."""
+    """The number of bins in the score histogram of each class that ``of_sums`` uses; 0 if ``of_sums`` does not use
+    score histograms."""
 
     confidence_bins: ClassVar[int] = 0
     """The number of bins in the confidence histogram that ``of_sums`` uses; 0 if ``of_sums`` does not use this

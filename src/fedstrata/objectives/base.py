@@ -124,7 +124,7 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """In a client's message, the names of the tensor groups that the server may add up over rounds.
+    """The names of the tensor groups in a client's message that the server may add up over rounds.
 
     Codecs with error feedback encode only these groups.
     """
@@ -133,7 +133,7 @@ class Objective(Setting):
     """A sentence, without a full stop, that says why clients must use SGD; empty if they may use any optimiser."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs each client's reply, as a verb phrase; empty if sums of ``summands`` are enough.
+    """The reason why the server needs each reply, such as "compares updates"; empty if sums of ``summands`` are enough.
 
     A subclass that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
     """

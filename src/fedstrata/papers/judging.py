@@ -228,7 +228,8 @@ class _Case:
         judgement, other = judge(metric), judge(other_metric)
         if other.verdict in (judgement.verdict, "not tested"):
             return judgement
-        more = f"This verdict is based on the {METRICS[metric]}. With the {METRICS[other_metric]}, it would be "
+        more = f"This verdict is based on the {METRICS[metric]}. "
+        more += f"Based on the {METRICS[other_metric]}, the verdict would be "
         return replace(judgement, evidence=f"{judgement.evidence}. {more}*{other.verdict}*: {other.evidence}")
 
 
@@ -322,7 +323,7 @@ def _margin(case: _Case) -> Judgement:
 def _gains(case: _Case) -> Judgement:
     """Judge whether a row's gain in accuracy over another row is larger in the first column than in the second."""
     more, less = case.columns
-    text = f"From `{less}` to `{more}`, the gain of `{case.row}` over {case.other} changes by"
+    text = f"In the setting `{more}` instead of `{less}`, the gain of `{case.row}` over {case.other} changes by"
 
     def judge(metric: str) -> Judgement:
         gains = []
@@ -390,7 +391,7 @@ def _sooner(case: _Case) -> Judgement:
         mine, theirs = (1 + next(i for i, value in enumerate(each) if value >= goal) for each in (curve, other))
         return mine, theirs
 
-    goal = "the same accuracy (the lower of the two runs' best accuracies)"
+    goal = "the same accuracy (the best accuracy of the weaker run)"
     texts = (
         f"{case.instead}, the number of rounds to reach {goal} changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",

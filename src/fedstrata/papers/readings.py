@@ -94,14 +94,15 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
 
 @_reading(
     "stratify-weights",
-    "With uniform selection and a cap of 500 samples per label, a sample is used on average",
+    "We assume uniform selection and a cap of 500 samples per label. Per epoch, a sample is used on average",
 )
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
-        f"{uses[0]:.2f} times per epoch at a client with 900 samples of the label, and {uses[1]:.2f} times at a client "
-        f"with 100 samples. If both clients have 500 samples, a sample is used {even[0]:.2f} or {even[1]:.2f} times"
+        f"{uses[0]:.2f} times at a client with 900 samples of the label, and {uses[1]:.2f} times at a client with 100 "
+        f"samples. If both clients have 500 samples, a sample is used {even[0]:.2f} times on average at one client, "
+        f"and {even[1]:.2f} times at the other"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
@@ -109,8 +110,8 @@ def _uses() -> Made:
 
 @_reading(
     "stratify-variance",
-    "We assume ten equally frequent labels with orthogonal gradients. The labels cause this variance of the mean "
-    "gradient of 64 samples:",
+    "We assume ten equally frequent labels with orthogonal gradients. In the mean gradient of 64 samples, the "
+    "variance due to the labels is",
 )
 def _label_variance() -> Made:
     batch, classes, samples = 64, 10, 6000
@@ -219,7 +220,8 @@ def _limit() -> Made:
     text = (
         f"{few:.3f} with 10 clients of 60 samples each, and {many:.3f} with 10,000 such clients. With 600 samples per "
         f"client, the error is {errors[600][0]:.3f} with 10 clients, and {errors[600][-1]:.3f} with 10,000 clients. "
-        f"The reported number, 600, is clipped to {bound - 1}, so p̃ tends to {clipped:.3f}"
+        f"The reported number, 600, is clipped to {bound - 1}, so p̃ approaches {clipped:.3f} as the number of clients "
+        "grows"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
     return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]
@@ -227,7 +229,8 @@ def _limit() -> Made:
 
 @_reading(
     "fedssar-bias",
-    "We assume ten draws and orthogonal updates. The bias of the mean update, divided by the correct length, is",
+    "We assume ten draws and orthogonal updates. Relative to the correct update's length, the bias of the mean "
+    "update is",
 )
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}

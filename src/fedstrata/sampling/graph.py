@@ -59,7 +59,7 @@ class Graph(ClientSampler):
     Args:
         alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which the sampler's graph connects two clients.
-        sigma: Constant σ² of edge lengths. An edge between two clients with similarity V has the length exp(−V² / σ²).
+        sigma: Constant σ²: an edge between two clients with similarity V has the length exp(−V² / σ²).
         counted: Which events count as participation in earlier rounds. ``invited``: invitations, as in the paper.
             ``returned``: replies that the server used.
     """

@@ -52,7 +52,7 @@ class Task(Setting):
     """The default metrics of an evaluation. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries of ``rows`` that are summed over all samples to compute metrics."""
+    """The keys of ``rows`` whose values are summed over all samples to compute metrics."""
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""

@@ -270,8 +270,8 @@ class WithMemory(Codec):
     settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor for a client's stored encoding error. The error is multiplied by this factor once for each round
-            since the client's latest update.
+        damping: Factor by which a client's stored encoding error is multiplied, once for each round since the client's
+            latest update.
         forget_after: Number of rounds after which a client's stored encoding error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """

@@ -124,16 +124,16 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     finished = sum(not each.missing for each in shown)
     text = (
         f"This page ranks {complete} tuned methods{counted} for training with dropouts, in {len(shown)} "
-        f"setting{'s' * (len(shown) != 1)} (column{'s' * (len(shown) != 1)})."
+        f"of {columns} settings (columns)."
     )
-    return f"{text} {finished} of {columns} columns {'is' if finished == 1 else 'are'} finished.\n\n{INTERVALS}"
+    return f"{text} Of these columns, {finished} {'is' if finished == 1 else 'are'} finished.\n\n{INTERVALS}"
 
 
 def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     first = next(iter(ranking.ranks))
     p = "" if ranking.p is None else f" Friedman's test gives p = {ranking.p:.2g}."
     sentences = (
-        f"The picture ranks, by mean accuracy, the {len(ranking.ranks)} methods that have all seeds in each of "
+        f"The picture ranks, by mean accuracy, the {len(ranking.ranks)} methods that finished all seeds in each of "
         f"{len(complete)} columns.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
         f"With {len(complete)} columns, {_rank_rule(ranking)}.",
@@ -161,10 +161,10 @@ def _compositions(shown: Sequence[Verdicts]) -> list[str]:
         for place, each in enumerate(compared)
     ]
     headings = ["column", "cost", "best composition", "best method", "composition − method", "p (Holm)"]
-    counted = f"{better} of the {len(compared)} rows" if better else "no row"
+    counted = f"in {better} of the {len(compared)} rows" if better else "in any row"
     about = (
         "Each row compares, with new seeds, the best composition and the best method (chosen on validation samples). "
-        f"The composition is significantly more accurate in {counted}."
+        f"The composition is {'' if better else 'not '}significantly more accurate {counted}."
     )
     return ["## Compositions", "", about, "", *markdown_table(headings, rows, left=4).splitlines(), ""]
 
@@ -186,7 +186,7 @@ def _comparisons(shown: Sequence[Verdicts]) -> list[str]:
             counts = [str(len(each.complete) - 1 - len(significant)), str(len(each.missing))]
             rows.append([f"[{each.column.label}](#{each.column.label})", _quoted(above), _quoted(below), *counts])
     headings = ["column", "more accurate than FedAvg", "less accurate", "no significant difference", "not finished"]
-    about = "The table compares accuracies with FedAvg (paired t-test, Holm, 5 %)."
+    about = "The table compares each method's accuracy with FedAvg's (paired t-test, Holm, 5 %)."
     return [about, "", *markdown_table(headings, rows, left=3).splitlines(), ""] if rows else []
 
 
@@ -231,8 +231,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"Within FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"With no more {cost} than FedAvg, `{name}` has the best validation accuracy. With new seeds and the same "
-        f"limit, `{name}` differs from FedAvg by {difference}."
+        f"If methods may use only as many {cost} as FedAvg, `{name}` has the best validation accuracy. With new seeds "
+        f"and the same limit, `{name}` differs from FedAvg by {difference}."
     )
 
 
