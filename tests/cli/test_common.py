@@ -12,7 +12,10 @@ from fedstrata.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': must be different integers"),
+        (
+            ["compare", "--methods", "fedavg", "--seeds", "0,0"],
+            "--seeds = '0,0': must be integers of at least 0, without",
+        ),
         (
             ["compare", "--set", "compare.fedavg=3"],
             "compare.fedavg = 3: must be a table of sections. Write, for example, [compare.LABEL.method].",

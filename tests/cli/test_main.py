@@ -333,7 +333,7 @@ def test_a_nul_character_is_an_error_in_one_line(capsys):
         assert "an argument contains a NUL character" in capsys.readouterr().err
     assert main(["compare", "s.toml", "--quiet", "--jobs", "1"]) == 2
     assert (
-        "--methods = 'a\\x00b': is not a valid label, because labels are names of folders. Use"
+        "--methods = 'a\\x00b': labels become names of folders, but this label is reserved or not suitable. Use"
         in capsys.readouterr().err
     )
 

@@ -153,7 +153,7 @@ def test_a_sweep_is_refused_before_anything_is_written(capsys):
         assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
         assert message in capsys.readouterr().err
     assert main(["sweep", "--set", "training.lr=0.1,0.2", "--seeds", "0,0"]) == 2
-    assert "--seeds = '0,0': must be different integers" in capsys.readouterr().err
+    assert "--seeds = '0,0': must be integers of at least 0, without" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
 
 

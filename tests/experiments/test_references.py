@@ -132,7 +132,7 @@ def test_rows_of_a_comparison_that_goes_on(tmp_path, capsys):
 
 def test_a_label_cannot_be_called_like_a_reference(tmp_path):
     with pytest.raises(
-        SpecError, match=r"--methods = 'local': is not a valid label, because labels are names of folders\. Use"
+        SpecError, match=r"--methods = 'local': labels become names of folders, but this label is reserved or not"
     ):
         fs.compare({"local": spec()}, out=tmp_path / "out", references=["local"])
 

@@ -42,7 +42,7 @@ TABLE: dict[str, Any] = {
         ({"method": {"name": "ccvr", "aggregator": "mean"}}, r"method\.name = 'ccvr': asks clients"),
         ({"method": {"name": "fedtan", "aggregator": "mean"}, "training": {"local_steps": 1}}, r"method\.name = 'fedt"),
         ({"method": {"name": "fedsampling", "aggregator": "mean"}}, r"method\.data_sampler = 'fedsampling'"),
-        ({"method": {"name": "power-of-choice"}}, r"method\.client_sampler = 'power-of-choice': depends on what"),
+        ({"method": {"name": "power-of-choice"}}, r"method\.client_sampler = 'power-of-choice': ε is valid only"),
         (
             {
                 "method": {
@@ -51,7 +51,7 @@ TABLE: dict[str, Any] = {
                     "client_sampler": {"name": "uniform", "replacement": True},
                 }
             },
-            r"method\.client_sampler = 'uniform': .* can draw a client twice",
+            r"method\.client_sampler = 'uniform': ε is valid only for draws without replacement",
         ),
         ({"model": {"name": "resnet20"}}, r"model = 'resnet20': has buffers"),
         ({"communication": {"up": "powersgd"}}, r"communication\.up = 'powersgd': decodes each update together with"),

@@ -181,7 +181,7 @@ def test_systematic_draws_give_as_many_as_were_allocated(a, b, c, seed):
 
 def test_systematic_draws_with_replacement_are_refused():
     sampler = {"name": "fedsts", "strata": 2, "replacement": True, "draws": "systematic"}
-    with pytest.raises(SpecError, match=r"^method\.client_sampler\.draws = 'systematic': with this setting, no client"):
+    with pytest.raises(SpecError, match=r"^method\.client_sampler\.draws = 'systematic': never draws a client twice"):
         fs.prepare(fs.Experiment(method={"name": "fedavg", "client_sampler": sampler}))
 
 

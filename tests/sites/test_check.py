@@ -225,7 +225,7 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     assert (after.subject, list(after.extensions)) == (before.subject, list(before.extensions))
     assert after.serial_number != before.serial_number
     assert key.read_bytes() == key_before
-    with pytest.raises(FedstrataError, match="The certificate is from another federation"):
+    with pytest.raises(FedstrataError, match="so it belongs to another federation"):
         renew(made / "other" / "authority", path, 30)
     with pytest.raises(FedstrataError, match="does not contain the private key of a root certificate"):
         renew(fed / "a", path, 30)

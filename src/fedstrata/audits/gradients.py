@@ -291,8 +291,8 @@ def _require_parts(prepared: Prepared) -> None:
         raise SpecError("task", problem, task.name)
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":
         problem = (
-            "clients do not send the gradient of their samples in a batch. Audit a run of stratify with method.mode = "
-            "'batch'."
+            "the audit requires that clients send a gradient for each batch. Audit a run of stratify with "
+            "method.mode = 'batch'."
         )
         raise SpecError("method", problem, spec.method.name)
     if not spec.communication.plain:

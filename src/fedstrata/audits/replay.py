@@ -124,7 +124,7 @@ def _require_prototypes(prepared: Prepared) -> None:
     spec, config = prepared.spec, prepared.config
     weights = Weights(config.model.params(), config.model.buffers())
     if PROTOTYPES not in spec.method.objective_in_use().expected(weights, config):
-        problem = "does not send prototypes. Audit a run of rebafl, or of the objective 'rebafl', with mu > 0."
+        problem = "does not send prototypes. Audit a run with the method or the objective 'rebafl', and with mu > 0."
         raise SpecError("method", problem, spec.method.name)
 
 

@@ -216,7 +216,7 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
         problem = "is not a list of integers. Use, for example, --seeds 0,1,2."
         raise SpecError("--seeds", problem, options.seeds) from None
     if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        problem = "must be different integers of at least 0. Use, for example, --seeds 0,1,2."
+        problem = "must be integers of at least 0, without repetitions. Use, for example, --seeds 0,1,2."
         raise SpecError("--seeds", problem, options.seeds)
     return numbers
 

@@ -100,7 +100,9 @@ class Column(Setting):
             accepted = "'most-frequent', 'separate-category' or 'constant'"
             raise SpecError("impute", f"cannot be computed for categories. Use one of: {accepted}.", self.impute)
         if self.type != "category" and self.impute == "separate-category":
-            raise SpecError("impute", "requires type = 'category'. For other types, set indicator = true.", self.impute)
+            problem = "works only with type = 'category'. For other types, use another value of impute, and mark "
+            problem += "missing values with indicator = true."
+            raise SpecError("impute", problem, self.impute)
         if self.step is not None and not (self.type == "number" and self.counted):
             raise SpecError(
                 "step",

@@ -112,7 +112,8 @@ def compare(
         if not label.isprintable() or label in ("", *references) or "/" in label or label.startswith("."):
             raise SpecError(
                 "--methods",
-                "is not a valid label, because labels are names of folders. Use letters, digits and dashes.",
+                "labels become names of folders, but this label is reserved or not suitable. Use another label of "
+                "letters, digits and dashes.",
                 label,
             )
         check_trackers(make(spec))

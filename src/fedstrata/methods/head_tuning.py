@@ -65,10 +65,8 @@ class HeadTuning(Setting):
         self.require_head(config, section)
         key = f"{section}.per_class"
         if config.server_data is None:
-            problem = (
-                "the server trains the head on samples that no client has. In a deployment, the server has no samples. "
-                "Use another method."
-            )
+            problem = "the server trains the head on its own samples, but in a deployment, the server has none. "
+            problem += "Use another method."
             raise SpecError(key, problem, self.per_class)
         fewest = int(config.server_data.counts().min())
         if fewest < self.per_class:

@@ -158,7 +158,8 @@ class _Case:
             if {self.row, other} <= set(self.table.rows_of(column))
         ]
         if {other for _, (other, _) in places} != set(self.others):
-            problem = f"the table {self.name} lacks rows of this claim. Set 'row' and 'than' to rows of this table."
+            problem = f"no column of the table {self.name} has both rows of a comparison in this claim. Set 'row' and "
+            problem += "'than' to rows of this table that share a column."
             raise SpecError(f"{self.claim.paper}/claims", problem, self.claim.statement)
         return places
 

@@ -108,8 +108,8 @@ def _check_method(method: Method, config: FederationConfig) -> None:
     sampler, data, objective, aggregator = method.choices()
     if type(sampler) not in (Uniform, Poisson, Everyone) or getattr(sampler, "replacement", False):
         problem = (
-            "depends on what clients send, or can draw a client twice. Use client_sampler = 'poisson', 'uniform' or "
-            "'all'."
+            "ε is valid only for draws without replacement that do not depend on what clients send. Use "
+            "client_sampler = 'poisson', 'uniform' or 'all', without replacement."
         )
         raise SpecError("method.client_sampler", problem, sampler.name)
     if type(data) is not AllData:

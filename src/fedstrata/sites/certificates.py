@@ -229,7 +229,8 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         old.verify_directly_issued_by(root)
     except Exception:
         raise FedstrataError(
-            f"{path} was not issued by the root certificate in {authority}. The certificate is from another federation."
+            f"the certificate {path} was not signed by the root certificate in {authority}, so it belongs to another "
+            "federation."
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)

@@ -203,7 +203,8 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
             "'data' in local/fedstrata.toml.",
         )
     if len(clients) != 1:
-        raise SpecError("data", "a site with its own data must have exactly one client.", clients)
+        problem = f"this site has {len(clients)} clients, but a site with its own data must have exactly one."
+        raise SpecError("data", problem)
     _empty(spec.data, task_of(spec))
     return path
 
@@ -272,7 +273,8 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     evaluation = spec.evaluation
     if test is None and spec.privacy.sums == "secure":
         problem = (
-            "sites would send metrics, which are not sums. Give the server test samples (server.data in sites.toml)."
+            "the server has no test samples, so sites would send metrics, but they may send only sums. Give the server "
+            "test samples (server.data in sites.toml)."
         )
         raise SpecError("privacy.sums", problem, spec.privacy.sums)
     empty, task = _empty(spec.data, task_of(spec)), task_of(spec)

@@ -392,7 +392,7 @@ class Guard:
             total = self.quota.bytes + size
             if self.policy is not None and total > self.policy.megabytes * 1e6:
                 limit = f"but this site sends at most {self.policy.megabytes:g} MB"
-                raise RuleError("policy.megabytes", f"all replies together would have {total / 1e6:g} MB, {limit}")
+                raise RuleError("policy.megabytes", f"all replies together would take {total / 1e6:g} MB, {limit}")
             self.quota.bytes = total
 
     def save(self, round: int) -> None:

@@ -336,9 +336,10 @@ class SiteServer:
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:
-            raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
+            raise FedstrataError(f"site {self.name} does not have the model that hop {fetch.hop} produced")
         if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
-            raise RuleError("relay", f"the request for the model after hop {fetch.hop} lacks the hop's secret")
+            problem = f"the request for the model that hop {fetch.hop} produced does not contain the secret of this hop"
+            raise RuleError("relay", problem)
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.relay_id)
         about = {"client": result.client, "round": run.guard.round, "samples": result.samples}
@@ -665,7 +666,7 @@ class SiteRun:
         if hop.weights is None and hop.holder == self.site_server.name:
             result = self.leg.result_of(hop.relay_id, hop.base)
             if result is None:
-                raise FedstrataError(f"this site does not have the model after hop {hop.base}")
+                raise FedstrataError(f"this site does not have the model that hop {hop.base} produced")
             return result.weights
         weights = hop.weights
         if weights is None:
@@ -673,7 +674,7 @@ class SiteRun:
             weights = read(self.site_server.send(hop.holder, fetch), Weights)
         model = self.context.config.model
         if defect := defect_of(weights, lambda brought: brought.require_like(Weights(model.params(), model.buffers()))):
-            raise ReplyRefusedError(f"the model after hop {hop.base} arrived damaged: {defect}")
+            raise ReplyRefusedError(f"the model from hop {hop.base} arrived damaged: {defect}")
         return weights
 
     def _as_message(self, outcome: Any) -> Any:
@@ -690,7 +691,10 @@ class SiteRun:
 
     def _next(self, exchange: int) -> None:
         if exchange <= self._exchange:
-            raise WireError(f"exchange {exchange} came after exchange {self._exchange}, and is no longer needed")
+            latest = self._exchange
+            raise WireError(
+                f"exchange {exchange} is no longer needed, because the site already received exchange {latest}"
+            )
         self._exchange = exchange
 
     def _request(self, client: ClientId, request: object) -> Request:

@@ -79,5 +79,5 @@ def test_sharings_that_cannot_be_are_refused(secret: int, threshold: int, holder
 
 @pytest.mark.parametrize("holders", [(1, 1), (0, 1), (1, PRIME)])
 def test_shares_of_impossible_holders_are_refused(holders: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="the holders of shares must be different"):
+    with pytest.raises(ValueError, match="the holders' numbers must be distinct"):
         combine(holders, [1, 2])

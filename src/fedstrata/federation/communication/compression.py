@@ -95,11 +95,11 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the answer to PowerSGD's first request already contains the reply to the original request"
+                    "the client sent its reply to the method's request before PowerSGD's second request"
                 )
             return
         if answer.reply is None:
-            raise ReplyRefusedError("the answer contains an encoded update, but not the reply to the original request")
+            raise ReplyRefusedError("the client sent its encoded update, but not its reply to the method's request")
         change = self._decode(unpack(answer.payload, self.forms))
         if not all(map(finite, change.values())):
             raise ReplyRefusedError("the decoded update contains NaN or infinity")

@@ -127,4 +127,5 @@ class Coefficients(Request):
     def check(self, reply: EncodedReply) -> None:
         """Raise an error if ``reply.reply``, the client's reply to the inner request, is missing."""
         if reply.reply is None:
-            raise ReplyRefusedError("the answer to PowerSGD's second request lacks the reply to the original request")
+            problem = "the client answered PowerSGD's second request without its reply to the method's request"
+            raise ReplyRefusedError(problem)

@@ -230,7 +230,8 @@ class Ring:
             if count > sites * self.counts[name]:
                 raise ReplyRefusedError(f"the sum of {name} is out of range, so a site sent an invalid vector")
         if (scaled := int(total[-1])) > sites * len(self.parts):
-            raise ReplyRefusedError("the number of scaled parts is out of range, so a site sent an invalid vector")
+            problem = "sites reported more scaled-down parts than their vectors have, so a site sent an invalid vector"
+            raise ReplyRefusedError(problem)
         return Total(parts, counts, scaled)
 
 

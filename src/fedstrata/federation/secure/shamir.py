@@ -54,7 +54,7 @@ def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> t
         prime: The prime.
     """
     if len(set(holders)) < len(holders) or not all(1 <= holder < prime for holder in holders):
-        raise ValueError(f"the holders of shares must be different numbers from 1 to {prime - 1}, but are {holders}")
+        raise ValueError(f"the holders' numbers must be distinct and between 1 and {prime - 1}, but are {holders}")
     factors = []
     for holder in holders:
         above = below = 1

@@ -336,7 +336,7 @@ class Site:
 
     def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
         if self._current is None or self._joined is None or self._current.number != number:
-            raise RefusedError("exchange", f"the site's latest vector belongs to another secure sum than {number}")
+            raise RefusedError("exchange", f"the site's latest vector does not belong to secure sum {number}")
         return self._current, self._joined
 
     def _context(self, members: list[str], number: int, question: bytes) -> bytes:

@@ -149,7 +149,7 @@ def add_status(commands: common.Commands) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port number. Put the folder before --serve.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number. If it is the folder, put it before --serve.")
     return int(text)
 
 
