@@ -99,8 +99,8 @@ class Stratified(ClientSampler):
         coordinates: Number of coordinates to which a random projection reduces each gradient. With 0, gradients are not
             projected.
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or only the round's
-            ``participants``. Default: ``participants`` if there are more than 1,000 clients or ``gradients =
-            "updates"``, otherwise ``all``.
+            ``participants``. Default: ``participants`` for more than 1,000 clients or ``gradients = "updates"``,
+            otherwise ``all``.
         gradients: Gradients by which clients are grouped. ``asked``: the gradient of the client's loss at the global
             model. ``updates``: the client's last update, divided by the learning rate and the number of steps. Default:
             ``asked`` if ``refresh = "all"``, otherwise ``updates``.
@@ -109,13 +109,13 @@ class Stratified(ClientSampler):
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
-            paper. ``systematic``: clients are drawn at equal distances in a list, so that each client's probability is
-            known (Madow 1949).
+            paper. ``systematic``: clients at equal distances in a list, so that each client's probability is known
+            (Madow 1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least 1. ``proportional``: in proportion to the stratum's
             size, but at least 1. Default: ``neyman-random`` if draws are systematic or with replacement. Otherwise:
-            ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh = "participants"``.
+            ``neyman`` if ``refresh = "all"``, else ``neyman-at-least-one``.
     """
 
     needs_replies = "forms groups of clients from their gradients"

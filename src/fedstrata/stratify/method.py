@@ -68,18 +68,18 @@ class Stratify(Method):
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
             ``weighted`` by their numbers of samples with this label.
-        batch_size: Number of samples in a batch, summed over all clients. Default: ``training.batch_size``.
-        lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``: 1
-            (``none``), r (``linear``) or √r (``sqrt``).
-        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1,
-            training on a batch equals one step of centralised SGD.
-        server: Server optimiser in batch mode. The optimiser's ``lr`` (default 1) is multiplied by ``training.lr``.
-            Default: SGD with the momentum and weight decay of ``training``.
+        batch_size: Number of samples in a batch, over all clients. Default: ``training.batch_size``.
+        lr_rule: Factor for the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
+            (``linear``) or √r (``sqrt``).
+        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1, a batch
+            equals one step of centralised SGD.
+        server: Server optimiser in batch mode, whose ``lr`` (default 1) is multiplied by ``training.lr``. Default: SGD
+            with the momentum and weight decay of ``training``.
         chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
             single-sample mode. Larger chunks mean fewer transfers of the model.
         retain: Of the clients with a label, the fraction that may train on it within a chunk, in single-sample mode.
             Larger values mean fewer transfers, but favour clients with many labels.
-        pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half of all rounds.
+        pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half the rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
             = "hybrid"``.
         masking: How labels are hidden from the server: not at all (``none``), as keyed hashes (``prf``) or by
