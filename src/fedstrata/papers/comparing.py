@@ -38,8 +38,8 @@ class Comparison(NamedTuple):
         column: Name of the column in which the claim's row is compared.
         than: Name of the other row, or of the other column.
         alone: The difference, with a 95 % interval for this comparison only.
-        together: The difference, with a wider interval. With 95 % confidence, the intervals ``together`` of all
-            comparisons of the claim hold simultaneously.
+        together: The difference, with an interval wider than that of ``alone``. With 95 % confidence, the differences
+            of all comparisons of the claim lie in these wider intervals.
     """
 
     column: str

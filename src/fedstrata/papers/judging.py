@@ -175,12 +175,12 @@ class _Case:
         """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two strings: the start of a sentence that ends with one or two differences, and a whole sentence,
-                which introduces three or more differences.
+            texts: Two introductions: the start of a sentence, which one or two differences complete, and a whole
+                sentence for three or more differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the result that is passed to ``figures``.
             figures: Function that takes the results of both places, and returns the two numbers to compare.
-            wanted: Whether the claim states that the first number is above or below the second number.
+            wanted: The order that the claim states: the first number is ``above`` or ``below`` the second number.
             unit: Unit of the difference, which is a key of ``UNITS``.
         """
         comparisons = []

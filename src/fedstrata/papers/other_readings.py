@@ -1,6 +1,6 @@
 """Define variants of methods that may explain differences between our results and a paper's results.
 
-Some variants repeat published code. A spec selects a variant by its path:
+Some variants do what published code does. A spec selects a variant by its path:
 ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
 """
 

@@ -79,7 +79,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
 
 
 def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
-    """Return the rows of a table that have enough seeds; an empty list if at most half of all rows do."""
+    """Return a table's rows with enough seeds; an empty list if at most half of all rows have enough seeds."""
     cells = cells_of(table, results, quick=quick)
     places = [(column, row) for column in table.columns for row in table.rows_of(column)]
     ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}

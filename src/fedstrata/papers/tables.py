@@ -155,7 +155,7 @@ class Table:
 
 @cache
 def tables() -> dict[str, Table]:
-    """Return a mapping from ``PAPER/NAME`` to each table, in the order in which the tables run.
+    """Return a mapping from ``PAPER/NAME`` to each table, in the order in which the tables' experiments run.
 
     Raises:
         SpecError: The file of a table contains an unknown key, row or column.

@@ -136,7 +136,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Style axes whose horizontal axis shows rounds. If lines have labels, add a legend above the chart."""
+    """Style a chart whose horizontal axis shows rounds. If lines have labels, add a legend above the chart."""
     from matplotlib.ticker import MaxNLocator
 
     style_axes(axes, "round", ylabel)

@@ -134,9 +134,9 @@ def contrast(
 
     Args:
         runs: A mapping from each method to the histories of its runs, one per seed.
-        metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            ``rounds_to_T`` for a target T, or a column of the records (its value in the round of the saved model).
-            Default: the primary metric at the end of the runs, and at equal numbers of bytes and of samples.
+        metrics: The measures to compare: ``final_M`` or ``best_M`` for a metric M, ``rounds_to_T`` for a target T, keys
+            of ``MEASURES``, or columns of the records (in the round of the saved model). Default: the primary metric at
+            the end of the runs, and at equal numbers of bytes and of samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. None stands for
             the largest amount that every run reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.

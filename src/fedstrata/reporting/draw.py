@@ -241,7 +241,7 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the MB sent and received until the end of each of R rounds, as means over seeds, shape (R,)."""
+    """Return the total MB (sent and received) up to the end of each of R rounds, as a mean over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 

@@ -30,7 +30,7 @@ class Ending:
 
     Args:
         table: The table, with the best method first.
-        sentences: The result in sentences.
+        sentences: The sentences that state the result.
         seeds: The seeds with which to repeat the comparison; empty if no more seeds are needed.
     """
 

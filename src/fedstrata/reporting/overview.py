@@ -64,7 +64,7 @@ class Column:
     def best(self, labels: Sequence[str]) -> list[str]:
         """Return the methods with the best value.
 
-        Only methods with the largest number of known values can be best.
+        A method is never the best if another method has more known values.
         """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)

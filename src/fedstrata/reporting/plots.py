@@ -58,7 +58,7 @@ def plot(
 
     The name of a method is written beside the end of its line. With more than 8 methods, only the baseline (the first
     method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only the
-    baseline and the best method have bands. The vertical axis leaves out the steep beginning of long lines.
+    baseline and the best method have bands. The vertical range excludes the steep beginning of long lines.
 
     Args:
         history: The history of a run, or a mapping from the methods' labels to histories, as ``compare`` returns it.

@@ -67,7 +67,7 @@ class Runs(dict[str, list[Run]]):
         return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with one row per run: label, data set, ``summary.json`` and all metrics.
+        """Return a pandas data frame. Each run has a row: its label, data set, all metrics and ``summary.json`` values.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.

@@ -86,7 +86,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
     Args:
         folder: The folder. If the path is absolute, the command contains only the folder's name.
         runs: The runs in the folder.
-        seeds: The number of seeds to reach. For more than ``SEEDS`` seeds, the function returns None.
+        seeds: The comparison's new number of seeds. For more than ``SEEDS`` seeds, the function returns None.
     """
     if not (folder / LABELS).is_file() or seeds > SEEDS:
         return None

@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return on which side of 0 the interval is if ``margin`` is added to both ends, or why the side is unknown.
+        """Return on which side of 0 the interval lies after a shift by ``margin``, or why the side is unknown.
 
         The result is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
         negative.
@@ -150,8 +150,8 @@ def paired_difference(
         values: A mapping from each seed to the method's value. None stands for a missing value.
         baseline: A mapping from each seed to the baseline's value.
         test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
-        resolution: The unit to which the values are rounded. The standard deviation of the differences is set to
-            at least that of the rounding errors, so equal differences do not give an interval of length 0.
+        resolution: The unit to which the values are rounded. The standard deviation of the differences is set to at
+            least the standard deviation of the rounding errors, so equal differences give an interval of length > 0.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:

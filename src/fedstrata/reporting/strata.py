@@ -28,7 +28,7 @@ def plane(points: Floats32) -> tuple[Floats, float]:
     """Project points onto their first two principal components.
 
     Args:
-        points: The n ≥ 1 points, shape (n, d).
+        points: The points, shape (n, d), with n ≥ 1.
 
     Returns:
         The coordinates in the plane, shape (n, 2), and the fraction of the variance that they explain, in [0, 1].
@@ -70,8 +70,8 @@ def outline(points: Floats, pad: Floats) -> Floats:
 def draw_strata(view: View, path: Path | str) -> None:
     """Write a picture with two charts of the clients: one of the server's strata, and one of the class labels.
 
-    A line surrounds the clients of each stratum. The number of clients is above the line. The colours show the class
-    labels of the clients.
+    A line surrounds the clients of each stratum. The number of clients is written above the line. The colours show the
+    class labels of the clients.
 
     Args:
         view: The strata.

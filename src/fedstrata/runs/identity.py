@@ -153,7 +153,7 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Raise an error if a run must not be resumed with an experiment, because the two differ too much.
+    """Raise an error if an experiment must not resume a run, because it differs too much from the run.
 
     Args:
         before: The identity of the run, which was read from JSON.

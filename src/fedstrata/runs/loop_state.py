@@ -116,7 +116,7 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of *unheard* clients: the server has not used a reply of these clients recently.
 
-        A reply is recent if its round is later than the first of the last n evaluated rounds, where n is
+        A reply is recent if its round is after the earliest of the last n evaluated rounds. The number n is
         ``evaluations``. If the run has had fewer evaluations, all replies are recent.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0

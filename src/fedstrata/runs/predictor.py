@@ -49,7 +49,7 @@ OF_ROWS = ("label", "columns", "missing", "delimiter")
 def describe_model(prepared: Prepared) -> dict[str, Any]:
     """Return the content of ``model.json``: all information that inference needs, except the parameters.
 
-    Each float is written with the fewest digits from which the same float64 can be read.
+    Each float is written with only as many digits as are needed to read the same float64 again.
 
     Args:
         prepared: The experiment.

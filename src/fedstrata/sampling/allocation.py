@@ -89,7 +89,7 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
         sizes: The largest possible result for each stratum (its number of clients), shape (H,).
         weights: The non-negative weight of each stratum, shape (H,).
-        floors: The smallest possible result for each stratum (at most its number of clients), shape (H,).
+        floors: The smallest possible result for each stratum, shape (H,). It must not exceed the value in ``sizes``.
 
     Returns:
         The expected number of draws from each stratum, shape (H,).

@@ -38,8 +38,8 @@ LARGEST = 5000
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses, up to the sum ``each``,
-    form the first distribution. The next masses form the second distribution, and so on.
+    A *mass* is a probability multiplied by ``each``. Masses are integers. The first distribution's masses come first,
+    and add up to ``each``. Then come the second distribution's masses, and so on.
 
     Args:
         places: For each of the s masses, the index of its client in the array of clients, shape (s,).
@@ -153,11 +153,11 @@ def by_size(sizes: Ints, m: int) -> Distributions:
     """Build m distributions, each over clients of similar size (Algorithm 1).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is the number of samples of
-    all clients. The distributions are filled one after another with the clients' masses, in descending order of client
-    size.
+    all clients. The clients are sorted by size, in descending order. Their masses fill the first distribution to its
+    capacity, then the second distribution, and so on.
 
     Args:
-        sizes: The positive number of samples of each client, shape (N,).
+        sizes: The number of samples of each client (at least 1), shape (N,).
         m: The number of draws, which is also the number of distributions.
 
     >>> distributions = by_size(np.array([1, 3, 2]), 2)
@@ -175,14 +175,14 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
-    of all clients. A client with a mass of at least Σn first fills whole distributions by itself. Then each of the r
-    remaining distributions gets one of the r groups with the largest remaining masses. The clients of all other groups
-    fill these r distributions up to their capacity.
+    of all clients. First, each client with a mass of at least Σn fills as many distributions as it can by itself. Then
+    each of the r remaining distributions gets one of the r groups with the largest remaining masses. The clients of all
+    other groups fill these r distributions up to their capacity.
 
     Args:
-        groups: The group of each client, shape (N,). The remaining masses of the clients in a group must add up to at
+        groups: The group of each client, shape (N,). In each group, the clients' masses modulo Σn must add up to at
             most Σn.
-        sizes: The positive number of samples of each client, shape (N,).
+        sizes: The number of samples of each client (at least 1), shape (N,).
         m: The number of draws, which is also the number of distributions.
     """
     total = int(sizes.sum())

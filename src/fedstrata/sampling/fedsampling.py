@@ -39,7 +39,7 @@ class Everyone(ClientSampler):
         return config.clients
 
     def check(self, config: FederationConfig) -> None:
-        """Check nothing, because this sampler ignores ``training.clients_per_round``."""
+        """Accept every value of ``training.clients_per_round``, because this sampler ignores the setting."""
 
     def cohort(self, config: FederationConfig) -> int:
         """Return the number of all clients."""
@@ -99,7 +99,7 @@ class FedSamplingData(DataSampler):
         return AnswersState.empty()
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Request numbers of samples that are still unknown, estimate the total ñ, and return the probability K/ñ."""
+        """Ask clients for unknown numbers of samples, estimate the total ñ, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
         known = state if self.reuse else None

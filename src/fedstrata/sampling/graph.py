@@ -59,7 +59,7 @@ class Graph(ClientSampler):
     Args:
         alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which the sampler's graph connects two clients.
-        sigma: Constant σ²: an edge between two clients with similarity V has the length exp(−V² / σ²).
+        sigma: Constant σ² in the length exp(−V² / σ²) of an edge between two clients with similarity V.
         counted: Which events count as participation in earlier rounds. ``invited``: invitations, as in the paper.
             ``returned``: replies that the server used.
     """
@@ -138,11 +138,11 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
 
     The similarity V of two clients is the cosine between their label counts. Similarities are scaled so that the
     smallest is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
-    distance of two clients is the length of the shortest path between them. If two clients are not connected, their
-    distance is the larger of two numbers: the largest distance of two connected clients, and the length of an edge with
-    similarity ε. All distances are then divided by the largest distance. For unconnected clients, the authors' code
-    always uses the largest distance of two connected clients. The authors' code also divides similarities by the
-    largest similarity, but does not subtract the smallest similarity.
+    distance between two clients is the length of the shortest path between them. If two clients are not connected,
+    their distance is the larger of two numbers: the largest distance between two connected clients, and the length of
+    an edge with similarity ε. All distances are then divided by the largest distance. For unconnected clients, the
+    authors' code always uses the largest distance between two connected clients. The authors' code also divides
+    similarities by the largest similarity, but does not subtract the smallest similarity.
 
     Args:
         counts: The label counts of each client, shape (N, C).

@@ -1,8 +1,8 @@
 """Compute k-means incrementally: continue Lloyd's iteration from round to round when a few rows of a matrix change.
 
 A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
-strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances show for which
-rows another centre may now be the nearest. Only these rows are compared with the centres (Hamerly 2010, Making k-means
+strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances show which
+rows may now have another nearest centre. Only these rows are compared with the centres (Hamerly 2010, Making k-means
 even faster). The result is the same as if every row were compared with every centre.
 
 If 100 of 10,000 rows change per round, incremental k-means is four times as fast as k-means from scratch
@@ -39,7 +39,7 @@ class Clusters:
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
         lower: A lower bound on the distance of each row to the centres of all other strata, shape (n,), float64.
-        renewed: The number of rows that were replaced or added since the most recent start from scratch.
+        renewed: The number of rows that were replaced or added since k-means last started from scratch.
     """
 
     centres: Floats32
@@ -85,7 +85,7 @@ class Clusters:
         return replace(self, sums=sums, sizes=sizes, labels=labels, renewed=self.renewed + len(places))
 
     def among(self, places: Ints, count: int) -> Clusters:
-        """Return a copy for a matrix with more rows. The added rows do not have a stratum yet.
+        """Return a copy of the strata that also covers new rows of the matrix. These rows do not have a stratum yet.
 
         Args:
             places: The new index of each old row.

@@ -38,8 +38,8 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
 
     The projection is a count sketch (Charikar et al. 2002). Each coordinate gets a random sign, and is added to a
     bucket. Inner products stay the same in expectation, and the cost for d coordinates is O(d). Coordinate i is added
-    to bucket i mod p, where p is the largest prime up to K. The width of a layer is not a multiple of p, so the weights
-    of each input or output are spread evenly over the buckets. Buckets p … K − 1 stay 0.
+    to bucket i mod p, where p is the largest prime up to K. The width of a layer is normally not a multiple of this
+    prime, so the weights of each input or output are spread evenly over the buckets. Buckets p … K − 1 stay 0.
 
     Args:
         gradients: One gradient, shape (d,), or n gradients, shape (n, d).
@@ -83,8 +83,8 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
     Returns:
         Two arrays. The first array contains the means, ascending, shape (d',). If the vector has fewer than d'
-        different values, the array is shorter. For every coordinate, the second array contains the index of its mean in
-        the first array, shape (d,).
+        different values, the array is shorter. The second array contains, for every coordinate, the index (in the first
+        array) of the mean that replaces the coordinate, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()

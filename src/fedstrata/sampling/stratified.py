@@ -99,23 +99,23 @@ class Stratified(ClientSampler):
         coordinates: Number of coordinates to which a random projection reduces each gradient. With 0, gradients are not
             projected.
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or only the round's
-            ``participants``. Default: ``participants`` with more than 1,000 clients or with ``gradients = "updates"``,
+            ``participants``. Default: ``participants`` for more than 1,000 clients or ``gradients = "updates"``,
             otherwise ``all``.
-        gradients: Gradients by which clients are grouped. ``asked``: the gradient of the client's loss at the
-            global model. ``updates``: the client's last update, divided by the learning rate and the number of steps.
-            Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        gradients: Gradients by which clients are grouped. ``asked``: the gradient of the client's loss at the global
+            model. ``updates``: the client's last update, divided by the learning rate and the number of steps. Default:
+            ``asked`` if ``refresh = "all"``, otherwise ``updates``.
         compared: Values by which clients are compared: the compressed gradient (``restored``), as in the paper, or only
             its d' distinct values (``centroids``), as in FedSTaS's code.
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
-            paper. ``systematic``: drawn at equal distances from a list of the clients, so that each client's
-            probability is known (Madow 1949).
+            paper. ``systematic``: clients at equal distances in a list, so that each client's probability is known
+            (Madow 1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least 1. ``proportional``: in proportion to the stratum's
             size, but at least 1. Default: ``neyman-random`` if draws are systematic or with replacement. Otherwise:
-            ``neyman`` if ``refresh = "all"``, and ``neyman-at-least-one`` if ``refresh = "participants"``.
+            ``neyman`` if ``refresh = "all"``, else ``neyman-at-least-one``.
     """
 
     needs_replies = "forms groups of clients from their gradients"
@@ -143,7 +143,7 @@ class Stratified(ClientSampler):
         """Raise ``SpecError`` for incompatible settings. Warn if there are fewer draws than strata."""
         super().check(config)
         if self.replacement and self.draws == "systematic":
-            problem = "never draws a client twice, so replacement = true is impossible. Set replacement = false."
+            problem = "with this setting, no client can be drawn twice. Set replacement = false."
             raise SpecError("method.client_sampler.draws", problem, self.draws)
         if self._renewal(config) == "all" and self.gradients == "updates":
             problem = "only participants send updates. Set method.refresh = 'participants', or "

@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     """The result of one check of a party (the server, a site or the administrator).
 
     Args:
-        state: The severity: ``ok``, ``warning`` or ``problem``. After a ``problem``, the server or site cannot start.
+        state: The severity: ``ok``, ``warning`` or ``problem``. A ``problem`` prevents the start of the server or site.
         text: A description of the result.
     """
 
@@ -63,8 +63,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to test the connection to the server.
-        data: Whether to check the site's data too. If False, a site that refuses the job in its folder
-            causes only a warning, because the site may be started for another job.
+        data: Whether to check the site's data too. If False, the refusal of the job in the site's folder is only a
+            warning, because the site may be started for a different job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.

@@ -85,7 +85,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
             which the server computes the metrics over all sites.
 
     Raises:
-        SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.
+        SpecError: The spec is wrong, a data file is missing, or the spec and the site's settings both name data.
         UnusableDataError: The file is missing or damaged, or does not fit the spec.
     """
     spec = Experiment.from_table(parse_toml(begin.spec))

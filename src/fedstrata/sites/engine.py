@@ -194,7 +194,7 @@ class NVFlareEngine(Engine):
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few sites can begin the run.
+            FedstrataError: Not enough sites can begin the run.
         """
 
         def check(site: str, answer: Begun) -> None:

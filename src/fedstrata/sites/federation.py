@@ -32,7 +32,7 @@ def check_name(key: str, name: str) -> None:
         name: The name.
 
     Raises:
-        SpecError: The name is too long, reserved or has a wrong character.
+        SpecError: The name is too long or reserved, or contains a character that is not allowed.
     """
     if len(name) > LONGEST_NAME:
         raise SpecError(key, f"has {len(name)} characters. Use at most {LONGEST_NAME}.", name)
@@ -69,7 +69,7 @@ class ServerEntry(Setting):
         host: The server's host name, to which sites connect.
         port: The port to which sites and administrators connect. The port must be open.
         data: If the sites have their own data: the server's file of test samples. Without this file, each site
-            measures the model on a part of its own data (``evaluation.client_test``).
+            evaluates the model on a part of its own data (``evaluation.client_test``).
         allow: Top-level packages at the server. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """

@@ -30,7 +30,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     NVFlare does not verify the sender's name in other messages.
 
     Args:
-        records: The folder, inside the server's folder, with NVFlare's records of jobs.
+        records: The folder with NVFlare's records of jobs, inside the server's folder.
     """
 
     def __init__(self, records: str) -> None:

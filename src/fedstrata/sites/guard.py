@@ -232,7 +232,7 @@ class Quota:
         replace_file(self._survey, answer, mode=0o600)
 
     def surveys(self) -> list[bytes]:
-        """Return the site's encoded replies to all jobs' requests for statistics (``Survey``)."""
+        """Return the site's encoded replies to the requests for statistics (``Survey``) of all jobs."""
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:

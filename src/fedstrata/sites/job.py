@@ -82,7 +82,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         """Receive a site's heartbeat.
 
         Args:
-            number: The sequence number of the last request on which the site began to work.
+            number: The sequence number of the last request that the site began to process.
             size: The size in bytes of the reply to this request; ``AT_WORK`` while the site still computes the reply.
         """
         if self._transport is not None and not self._transport.struck(collab.caller):

@@ -1,4 +1,4 @@
-"""Try out a deployment on one machine, on which the server and each site are processes with their own certificates."""
+"""Try out a deployment on one machine. The server and each site are processes with their own certificates."""
 
 from __future__ import annotations
 

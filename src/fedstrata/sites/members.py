@@ -100,7 +100,7 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
 def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
     """Remove a site from the list of sites that may connect (or put it back), and return the sites on the list.
 
-    The server and the run continue. The server refuses new connections of the site at once, and ends an existing
+    The server and the run continue. The server refuses new connections from the site at once, and ends an existing
     connection at NVFlare's next heartbeat. The server no longer sends requests to the site, and ignores a reply that
     arrives later. The site's certificate stays valid, but the certificate alone is not enough to connect.
 
@@ -110,8 +110,8 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         undo: Whether to put the site on the list again.
 
     Raises:
-        SpecError: ``kit`` is not a server's folder, or the site is not on the list (with ``undo``: was never on the
-            list).
+        SpecError: ``kit`` is not a server's folder. Without ``undo``: the site is not on the list. With ``undo``: the
+            site was never on the list.
         DataError: The list cannot be read.
     """
     lists = _read(kit)

@@ -194,7 +194,7 @@ def survive_kill(run: Path) -> None:
 def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Callable[[str], bool]) -> None:
     """Refuse clients by name at registration and at heartbeats, and log out refused clients that are connected.
 
-    NVFlare asks whether a name is disabled immediately before it compares the name with the certificate. Only an
+    Immediately before NVFlare compares a name with the certificate, it asks whether the name is disabled. Only an
     administrator can change NVFlare's own list of disabled names. If we did not log out a refused client, NVFlare would
     send jobs to this client for two more minutes.
 
@@ -300,7 +300,7 @@ def adapt_script(name: str, text: str) -> str:
     before the daemon has written its process id. A stop script that runs immediately after the start therefore does not
     find the process.
 
-    Seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
+    Both problems were seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
 
     Args:
         name: The file name of the script.

@@ -68,8 +68,8 @@ class Policy(Setting):
             every job that the other limits allow.
         approved: Hashes of specs, from the output of ``fedstrata asks``. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their requests.
-        min_samples: The smallest number of samples from which the site computes a value that it sends. Such a value is
-            an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more samples.
+        min_samples: The minimum number of samples from which each sent value is computed. Such a value is an update, a
+            prototype, a count, or a gradient for a batch of Stratify. A spec may require more samples.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
             ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer.
             Other requests are never answered if they concern fewer than ``min_samples`` samples.
@@ -89,13 +89,13 @@ class Policy(Setting):
         outside_dp: Names of the values to which a job with differential privacy need not add noise. The names are
             ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect only if
             the site requires differential privacy.
-        budget: The largest ε of differential privacy that all jobs together may spend. Before a round would exceed this
-            budget, the site stops answering. Default: no limit.
+        budget: The largest ε of differential privacy that all jobs together may spend. If the next round would exceed
+            this budget, the site stops answering. Default: no limit.
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train one after another. ``direct``: the model goes from site to site,
             so that the server sees only the final model. ``server``: the server may see every intermediate model.
-        client_noise: The smallest noise of clients (``privacy.clients.noise`` with ``noise_from = "sites"``) that a job
-            may set. With 0, jobs do not need this noise.
+        client_noise: The smallest client noise that a job may set (``privacy.clients.noise`` with ``noise_from =
+            "sites"``). With 0, jobs do not need this noise.
         colluding: The smallest number of colluding clients (``privacy.clients.colluding``) that a job may set if its
             clients add noise.
         sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
@@ -240,7 +240,7 @@ class Policy(Setting):
         return f"{values} would be sent without noise. This site allows this only for: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Raise an error for a new reply about the data if jobs already received ``surveys`` different replies.
+        """Raise an error if a reply about the data is new, and jobs already received ``surveys`` different replies.
 
         Args:
             job: The hash of the job.
@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return ``privacy``; use the policy's ``min_samples`` and ``below`` if the policy requires more samples.
+        """Return ``privacy``. If the policy requires more samples, use the policy's ``min_samples`` and ``below``.
 
         Args:
             privacy: The privacy settings of the spec.

@@ -1,4 +1,4 @@
-"""Compute secure sums over sites at a deployment's server. A group of sites (roster) computes several sums."""
+"""Compute secure sums over a deployment's sites, at the server. A group of sites (roster) computes several sums."""
 
 from __future__ import annotations
 

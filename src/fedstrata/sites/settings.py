@@ -116,7 +116,7 @@ class SiteSettings(Setting):
         tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). The
             server always sees sums over the samples.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, and specs may
-            name any code. Missing keys for masking are created, and the server sees the full text of errors.
+            name any code. Missing keys for masking are created. The server sees the full text of errors.
     """
 
     data: Path | None = None

@@ -77,8 +77,8 @@ class SiteServer:
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
-        send: A function that sends bytes to another site or to the server, and returns the reply. To the server,
-            the function sends only terms of sums.
+        send: A function that sends bytes to another site or to the server, and returns the reply. The function sends
+            only terms of sums to the server.
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.

@@ -139,7 +139,7 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """An acknowledgement: the server will use the result of a hop if it does not lose the hop's model later.
+    """An acknowledgement: the server will use the result of a hop, unless the hop's model is lost later.
 
     In a relay, clients train the same model, one after another. The training at one client is a hop.
 
@@ -243,8 +243,8 @@ class Hop(Message):
         base: The index of the hop after which the site ``holder`` has the model.
         weights: The model, if it is in this message.
         back: Whether the model returns to the server with the reply. Otherwise, the model stays at the site.
-        ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
-            the next site.
+        ticket: A secret that is needed to fetch the model after this hop. Later, the server gives this secret to the
+            next site, and to nobody else.
         key: The ticket of the hop ``base``. This site needs the ticket to fetch the model from ``holder``.
     """
 
@@ -289,7 +289,7 @@ class Unmoved(Message):
 
 @record("Fetch")
 class Fetch(Message):
-    """A request for a relay's model, sent to the site whose client trained the model in the given hop.
+    """A request for a relay's model after the given hop, sent to the site whose client trained in this hop.
 
     Args:
         relay_id: The id of the relay.

@@ -115,7 +115,7 @@ class Experiment(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the spec as nested dicts.
 
-        If a section that did not exist in earlier versions has no effect, leave it out.
+        Leave out sections that have no effect and did not exist in earlier versions.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -340,7 +340,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 
 
 def line_of(text: str, key: str) -> int | None:
-    r"""Return the line of a dotted key in TOML text, counted from 1.
+    r"""Return the line number of a dotted key in TOML text, counted from 1.
 
     If the text does not contain the key, return the line of the key's innermost section that exists. If none of the
     key's sections exists, return None. The tables of a list, ``[[section]]``, have keys ``section.0``, ``section.1`` …

@@ -113,7 +113,7 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class that ``common`` does not return, such as keys whose default the class changes."""
+    """Return the rows of a class that ``common`` does not return, such as rows of keys with a changed default."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 

@@ -259,7 +259,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
     Args:
         folder: The run folder, or None if the run does not have one. With None, the name is not stored.
-        key: The key of the name in the file ``tracking.json``.
+        key: The key under which the file ``tracking.json`` stores the name.
         make: A function that returns a new name.
     """
     if folder is None:

@@ -191,9 +191,9 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
     moved to a batch before ``batches[0]``.
 
     Args:
-        batches: The batch of each new sample, ascending, shape (n,).
-        before: The batches of the samples that were reserved earlier, in ascending order. A batch index that occurs in
-            ``before`` occurs there at least ``least`` times.
+        batches: The batch index of each new sample, in ascending order, shape (n,).
+        before: The batches of the samples that were reserved earlier, in ascending order. Each batch index in
+            ``before`` occurs at least ``least`` times.
         least: The minimum number of samples in a part.
 
     Returns:

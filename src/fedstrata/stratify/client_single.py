@@ -97,9 +97,9 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 class FusedSteps:
     """Trains the model that travels from client to client in a *relay*, if all clients share one process.
 
-    At first, each client only draws the samples of its task. The SGD steps of many tasks (a *block*) are taken together
-    later. The result is bit-identical to separate steps at each client. If the model contains NaN or infinity after a
-    block, the block is repeated task by task. If a task leads to NaN or infinity, its steps are undone.
+    At first, each client only draws the samples of its task. The SGD steps are taken later, together for many tasks (a
+    *block*). The result is bit-identical to separate steps at each client. If the model contains NaN or infinity after
+    a block, the block is repeated task by task. If a task leads to NaN or infinity, its steps are undone.
 
     Args:
         context: The context that the clients share.
@@ -120,7 +120,7 @@ class FusedSteps:
         self._block = max(1, BLOCK_BYTES // context.data.sample_bytes)
 
     def hop(self, client: Client, task: Steps) -> StepsReply:
-        """Let a client draw the samples of its task in the relay, for SGD steps that are taken later."""
+        """Let a client draw the samples of its task. The SGD steps on these samples are taken later."""
         indices, steps, reply = draw_samples(client, task)
         self._last = (client.number, steps, indices), reply, task.round
         return reply

@@ -30,7 +30,7 @@ class HybridMode:
             raise SpecError("method.pretraining", problem, before)
 
     def batch_rounds(self, agreed: Agreed) -> int:
-        """Return the number of rounds in batch mode, which are the first rounds of the run."""
+        """Return the number of rounds in batch mode. These are the first rounds of the run."""
         return self.pretraining or max(1, agreed.training.rounds // 2)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:

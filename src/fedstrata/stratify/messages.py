@@ -72,7 +72,7 @@ class Epoch(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Record that the epoch has begun, or that the batch of a ``Gradient`` request is now used."""
+        """Record that the epoch has begun, or that the batch of a ``Gradient`` request has now been used."""
         if isinstance(request, Gradient):
             self._last = request.batch
         else:
@@ -108,13 +108,13 @@ class ReserveReply(Reply):
 class GatheredReply(ReserveReply):
     """A client's reply to ``Reserve``, if the client may move its samples to other batches.
 
-    The client moves samples because it never computes a gradient over fewer than ``privacy.min_samples`` samples.
+    Samples are moved to other batches so that each gradient covers at least ``privacy.min_samples`` samples.
 
     Args:
         batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
             ``missing`` is True for an entry, its batch has no meaning.
-        held: True for each entry for which the client holds a sample back, because each batch would contain too few of
-            the client's samples. In this case, ``missing`` is also True, and the sample stays unused.
+        held: True for each entry whose sample the client holds back, because every batch would contain too few of the
+            client's samples. In this case, ``missing`` is also True, and the sample stays unused.
     """
 
     batches: Tensor
@@ -129,7 +129,7 @@ class Reserve(Request):
         round: The epoch, counted from 1.
         batches: The index of the batch for each sample to reserve, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
-        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
+        refill: The placeholders of labels of which the client may use all samples again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: For each label, the range of samples that the client may use: two fractions (from, to) in [0, 1]. The
@@ -300,7 +300,7 @@ class Steps(Request):
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
+        refill: The placeholders of labels of which the client may use all samples again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then forgets which samples it drew in an
             earlier, interrupted attempt at this epoch.
         window: For each label, the range (from, to) of samples that the client may use; see ``Reserve``.

@@ -48,9 +48,9 @@ class Stratify(Method):
     ``single``, the model travels from client to client, and each client takes one SGD step per sample.
 
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. For each
-    client and label, the samples' order of arrival is random. The last samples (the fraction ``stream``) arrive in
-    equal portions, one portion per round of single-sample mode. All other samples are available from the start.
-    The sizes of portions are rounded down, and a client may use a sample twice to fill the schedule.
+    client and label, the samples' order of arrival is random. The fraction ``stream`` of the samples arrives last, in
+    equal portions, one per round of single-sample mode. All other samples are available from the start. The sizes of
+    portions are rounded down, and a client may use a sample twice to fill the schedule.
 
     A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
     have no effect. The setting ``training.batch_size`` is the number of samples in a batch over all clients. Client
@@ -62,24 +62,24 @@ class Stratify(Method):
             then ``single`` on new samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to multiply a sample's loss by p / q: its label has a fraction p of all samples, and a
-            fraction q of the epoch's samples. Only for ``mode = "batch"``.
+        label_weights: Whether to multiply a sample's loss by p / q, where p and q are the shares of its label in all
+            samples and in the epoch's samples. Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch if ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
             ``weighted`` by their numbers of samples with this label.
-        batch_size: Number of samples in a batch, summed over all clients. Default: ``training.batch_size``.
-        lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``: 1
-            (``none``), r (``linear``) or √r (``sqrt``).
-        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1,
-            training on a batch equals one step of centralised SGD.
-        server: Server optimiser in batch mode. The optimiser's ``lr`` (default 1) is multiplied by ``training.lr``.
-            Default: SGD with the momentum and weight decay of ``training``.
+        batch_size: Number of samples in a batch, over all clients. Default: ``training.batch_size``.
+        lr_rule: Factor for the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
+            (``linear``) or √r (``sqrt``).
+        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1, a batch
+            equals one step of centralised SGD.
+        server: Server optimiser in batch mode, whose ``lr`` (default 1) is multiplied by ``training.lr``. Default: SGD
+            with the momentum and weight decay of ``training``.
         chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
             single-sample mode. Larger chunks mean fewer transfers of the model.
-        retain: In single-sample mode, fraction of the clients with a label that may train on this label within a chunk.
+        retain: Of the clients with a label, the fraction that may train on it within a chunk, in single-sample mode.
             Larger values mean fewer transfers, but favour clients with many labels.
-        pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half of all rounds.
+        pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half the rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
             = "hybrid"``.
         masking: How labels are hidden from the server: not at all (``none``), as keyed hashes (``prf``) or by

@@ -19,8 +19,8 @@ from fedstrata.stratify.schedule import Holders
 class Roster:
     """The clients that can be asked in an epoch, and, for each label, the clients with unused samples.
 
-    - A *placeholder* is a number that stands for a label. The *holders* of a placeholder are the clients with samples
-      of this label.
+    - A *placeholder* is a number that stands for a label. The *holders* of a placeholder are the clients that have
+      samples of its label.
 
     - A placeholder's *place* is its index in ``holders.placeholders``.
 
@@ -65,7 +65,7 @@ class Roster:
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
-        """Return the rows (indices of pairs) of the labels for which ``client`` has no unused samples left.
+        """Return the rows (indices of pairs of a label and ``client``) for which the client has no unused samples left.
 
         Args:
             client: The client that replied.

@@ -26,8 +26,8 @@ class Holders:
     """The clients with samples of each label (the label's *holders*), and their numbers of samples.
 
     Args:
-        placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
-            arrays of the server represent a placeholder by its *place*: the placeholder's index in this array.
+        placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). In other
+            arrays, the server represents a placeholder by its index in ``placeholders``, called its *place*.
         offsets: The indices at which each placeholder's entries begin in ``clients`` and ``counts``, shape (P + 1,).
             The last offset is the length of ``clients`` and ``counts``.
         clients: The holders of the first placeholder, then the holders of the second placeholder, and so on, shape

@@ -102,9 +102,9 @@ class Task:
 class Route:
     """Plans the path of the model from client to client, and stores the remaining schedule and a queue of tasks.
 
-    The schedule is cut into chunks of consecutive positions. The server can choose the clients of several chunks
-    in advance, because the choice depends only on the available clients. The server repeats the choice when a client
-    becomes unavailable, or when untrained positions return to the schedule.
+    The schedule is cut into chunks of consecutive positions. The server can choose the clients of several chunks in
+    advance, because the choice depends only on the available clients. The server chooses again when a client becomes
+    unavailable, or when untrained labels are put back into the schedule.
 
     Args:
         roster: The clients that the server can ask.

@@ -25,7 +25,7 @@ def critical_difference_picture(ranking: Ranking, blocks: str) -> str:
 
     Args:
         ranking: Average ranks of the methods.
-        blocks: Name of the blocks for the axis label, such as ``seeds``.
+        blocks: Name for the blocks in the axis label, such as ``seeds``.
 
     Returns:
         The picture as SVG.

@@ -216,7 +216,7 @@ class Shown(NamedTuple):
     Args:
         label: Short name of the property.
         about: Noun phrase that defines the property.
-        unit: Unit of the property: ``share`` (shown in percent), ``number``, or ``index`` (from 0 or -1 to 1).
+        unit: Unit of the property: ``share`` (shown in percent), ``number``, or ``index`` (0 to 1, or -1 to 1).
     """
 
     label: str

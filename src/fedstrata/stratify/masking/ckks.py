@@ -65,7 +65,7 @@ def tenseal() -> Any:
 
 
 def generate(parameters: Parameters) -> tuple[bytes, bytes]:
-    """Generate keys from the operating system's randomness, and return the secret and the public context as bytes."""
+    """Generate keys with the operating system's random numbers. Return the secret and the public context, as bytes."""
     ts = tenseal()
     context = ts.context(ts.SCHEME_TYPE.CKKS, parameters.degree, -1, list(parameters.primes), n_threads=1)
     context.global_scale = 2.0**parameters.scale
@@ -117,7 +117,7 @@ class Sealer:
 
         Args:
             values: At most ``Parameters.slots`` numbers.
-            product: Whether to use the squared scale of products. The ciphertext can then be added to a product.
+            product: Whether to square the scale, as in products. The ciphertext can then be added to a product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))

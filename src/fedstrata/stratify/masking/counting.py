@@ -28,7 +28,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     Args:
         federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
-        held: A mapping from each client to its placeholders on the server, which are indices of ``names``.
+        held: A mapping from each client to its placeholders, given as indices into ``names``.
         names: The random number that clients use for each placeholder, shape (P,).
 
     Returns:

@@ -43,7 +43,7 @@ class Roll:
     Args:
         masking: The mode of masking; see ``enrol``.
         names: For each of the P placeholders, the number that clients use for it: a permutation of 0 … P − 1. All other
-            fields use the server's own numbers of the placeholders, 0 … P − 1.
+            fields refer to placeholders by the server's own numbering, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: A mapping from each client to its numbers of samples, in the order of its placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only

@@ -144,7 +144,7 @@ class SealLabels(Request):
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Raise ``ReplyRefusedError`` if the reply has no ciphertext, or more ciphertexts than all classes need."""
+        """Raise ``ReplyRefusedError`` if the reply has no ciphertext, or more than are needed for all classes."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
             problem = f"the reply has too few or too many ciphertexts ({len(reply.sheets)}) for {self.classes} classes"
             raise ReplyRefusedError(problem)
@@ -169,8 +169,8 @@ class Compare(Request):
 
     Args:
         classes: The number C of classes.
-        sheets: For each ciphertext of differences, the index (into ``SealedLabels.sheets``) of the client's ciphertext
-            from which the differences were computed, int64.
+        sheets: For each entry of ``differences``, the index (into ``SealedLabels.sheets``) of the client's ciphertext
+            from which the entry was computed, int64.
         differences: The ciphertexts of the differences.
     """
 

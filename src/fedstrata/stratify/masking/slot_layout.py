@@ -14,11 +14,11 @@ product r·d of real numbers still reveals the magnitude of d. The server theref
     z = r·d + p·s + u
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z equals
-r·d, which is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum
-of s and a number below p that depends on d. For two values of d, the distributions of this quotient differ by at most
+r·d, which is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is s + e,
+where e is a number below p that depends on d. For two values of d, the distributions of this quotient differ by at most
 p / S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
-noise and error stay below 1/4, so that rounding is exact. To hide how the ciphertext was computed, the term p·s + u
-is encrypted again for each comparison.
+noise and error stay below 1/4, so that rounding is exact. To hide how the ciphertext was computed, the term p·s + u is
+encrypted again for each comparison.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SlotLayout:
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
         """Find the labels of a client that are on the unique list (the encrypted list of all labels).
 
-        A label is on the list if its decrypted difference to an entry of the list is zero.
+        A label is on the list if the decrypted difference between the label and an entry of the list is zero.
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
@@ -144,11 +144,11 @@ class SlotLayout:
 
         Returns:
             For each label, the position of a zero difference, shape (L,). The position is i · width + c for column c of
-            ciphertext i. If a label has no zero difference, the position is −1.
+            ciphertext i. If none of a label's differences is zero, the position is −1.
 
         Raises:
-            FedstrataError: A label equals two entries of the list, or an unused row equals an entry of the list. The
-                error cannot occur if all parties follow the protocol and use the same key.
+            FedstrataError: Two entries of the list equal the same label, or an entry equals an unused row of a sheet.
+                The error cannot occur if all parties follow the protocol and use the same key.
         """
         places = np.full(labels, -1, dtype=np.int64)
         for number, (values, sheet) in enumerate(zip(opened, sheets.tolist(), strict=True)):
