@@ -143,7 +143,7 @@ class Stratified(ClientSampler):
         """Raise ``SpecError`` for incompatible settings. Warn if there are fewer draws than strata."""
         super().check(config)
         if self.replacement and self.draws == "systematic":
-            problem = "with this setting, no client can be drawn twice. Set replacement = false."
+            problem = "never draws a client twice, so replacement = true is impossible. Set replacement = false."
             raise SpecError("method.client_sampler.draws", problem, self.draws)
         if self._renewal(config) == "all" and self.gradients == "updates":
             problem = "only participants send updates. Set method.refresh = 'participants', or "
