@@ -527,8 +527,8 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines += ["", "## Which classes are confused", ""]
     lines += [
         "Each accuracy is for one pair of classes: only the logits of the two classes are compared. *Together* is the",
-        "mean over pairs that occur together at a client, and *apart* is the mean over all other pairs. The last column",
-        "is the percentage of all errors in which the two confused classes do not occur together at a client.",
+        "mean over pairs that occur together at a client, and *apart* is the mean over all other pairs. The last",
+        "column is the percentage of all errors in which the two confused classes do not occur together at a client.",
         "",
         "| table | method | seed | together | apart | errors between classes apart |",
         "|---|---|---|---|---|---|",
