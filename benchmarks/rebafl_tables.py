@@ -526,9 +526,9 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines += ["", *without_holders(found["fashion20"])] if "fashion20" in found else []
     lines += ["", "## Which classes are confused", ""]
     lines += [
-        "These accuracies are for pairs of classes, and compare only the logits of the two classes. *Together* is the",
+        "Each accuracy is for one pair of classes: only the logits of the two classes are compared. *Together* is the",
         "mean over pairs that occur together at a client, and *apart* is the mean over all other pairs. The last",
-        "column is the percentage of errors that confuse the two classes of a pair in *apart*.",
+        "column is the percentage of all errors in which the two confused classes do not occur together at a client.",
         "",
         "| table | method | seed | together | apart | errors between classes apart |",
         "|---|---|---|---|---|---|",
