@@ -126,7 +126,7 @@ def test_a_single_published_figure_is_compared_with_the_prediction_interval(tabl
     outside = "In these rows, the paper's number is outside our 95 % prediction interval for one more seed: "
     for published, said in ((71.25, False), (59.70, False), (59.68, True)):
         table.published["b"]["x"] = published
-        assert (f"{outside}`b` (`x`)." in page_of(table, results(table))) == said
+        assert (f"{outside}`x` (`b`)." in page_of(table, results(table))) == said
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_published_margin_is_compared_with_the_prediction_interval_of_our_diff
     )
     for published, said in ((85.28, False), (85.27, True), (86.79, False), (86.80, True)):
         table.published["b"]["x"] = published
-        assert (f"{outside}`b` (`x`)." in page_of(table, results(table))) == said
+        assert (f"{outside}`x` (`b`)." in page_of(table, results(table))) == said
 
 
 @pytest.mark.slow

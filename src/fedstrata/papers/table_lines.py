@@ -68,7 +68,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
     for what, places in (("number", outside), (f"difference from `{table.baseline}`", margins)):
         if places:
             text = f"In these rows, the paper's {what} is outside our 95 % prediction interval for one more seed"
-            listed = (f"{', '.join(methods)} (`{column}`)" for column, methods in places.items())
+            listed = (f"`{column}` ({', '.join(methods)})" for column, methods in places.items())
             lines += ["", f"{text}: {'; '.join(listed)}."]
     lines += _taken_over([result for result in cells.values() if "source" in result])
     lines += _on_gpus(cells.values())
