@@ -62,8 +62,8 @@ class Stratify(Method):
             then ``single`` on new samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to multiply a sample's loss by p / q: its label has a fraction p of all samples, and a
-            fraction q of the epoch's samples. Only for ``mode = "batch"``.
+        label_weights: Whether to multiply a sample's loss by p / q, where p is the label's share of all samples,
+            and q is the label's share of the epoch's samples. Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch if ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
@@ -77,8 +77,8 @@ class Stratify(Method):
             Default: SGD with the momentum and weight decay of ``training``.
         chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
             single-sample mode. Larger chunks mean fewer transfers of the model.
-        retain: In single-sample mode, fraction of the clients with a label that may train on this label within a chunk.
-            Larger values mean fewer transfers, but favour clients with many labels.
+        retain: In single-sample mode: of the clients with a label, the fraction that may train on this label within a
+            chunk. Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
             = "hybrid"``.
