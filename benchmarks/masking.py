@@ -273,7 +273,7 @@ def write(out: Path, kept: dict[str, Any]) -> None:
     text = [
         "# Cost of masked labels",
         "",
-        "These tables show the time and bytes of `method.masking`.",
+        "These tables show how much time and traffic `method.masking` needs.",
         "[Masked labels](../../docs/privacy/masked-labels.md) explains the modes.",
         "",
         "Masking happens before the first round, and again when clients join, in three phases:",

@@ -119,7 +119,7 @@ def measure(label: str, clients: int, model: str) -> dict[str, float]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "With up to 1,000 clients, FedSTS's default (*all*) costs more time than training. Selection is everything "
+        "With up to 1,000 clients, FedSTS's default (*all*) takes more time than training. Selection is everything "
         "that the client sampler does in a round, including the work of the clients. In each round, "
         f"{INVITED} clients train for five epochs on {SAMPLES} samples of MNIST each. Times are medians of processor "
         "time.",
@@ -130,8 +130,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "- *fedsts* also applies to FedSTaS, which selects clients in the same way.",
         "- *first selection*: selection in the first round. Here, FedSTS asks every client for a gradient.",
         # Remove this line when the rows with 10,000 clients have been measured again.
-        "- With 10,000 clients, selection with *participants* and *fedssar* now takes about 30 ms more per round, "
-        "because the server copies all gradients.",
+        "- With 10,000 clients, selection with *participants* and *fedssar* takes about 30 ms more per round than "
+        "in this table, because the server now copies all gradients.",
         "",
         "| sampler | model | clients | selection, ms | whole round, ms | share of the round, % | first selection, s "
         "| peak memory, MB |",

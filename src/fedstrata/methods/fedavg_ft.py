@@ -13,7 +13,7 @@ from fedstrata.methods.recipe import Recipe, RecipeState
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose server also trains the head on samples that no client has (an upper bound for other methods).
+    """FedAvg in which the server also trains the head on samples that no client has (an upper bound for other methods).
 
     The partition must leave enough unassigned samples of every class for the server.
     """

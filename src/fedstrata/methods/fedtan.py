@@ -18,7 +18,7 @@ from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
-    """FedAvg whose clients jointly compute BatchNorm statistics in the first local step of a round.
+    """FedAvg in which clients jointly compute BatchNorm statistics in the first local step of a round.
 
     In the first step, every BatchNorm layer normalises with means and variances that are averaged over the round's
     clients. In the backward pass, the gradients of the mean and of the variance are also averaged. Therefore, in each

@@ -140,7 +140,7 @@ class LogitMargins(CountsIdle, Calibrated):
     (``idle_clients``).
 
     Args:
-        tau: Factor τ of all margins. With 0, logits are unchanged.
+        tau: Factor τ that multiplies all margins. With 0, logits are unchanged.
         missing: How to treat classes that the client lacks: leave them out of the softmax (``excluded``), or assume one
             sample of each (``one``).
     """

@@ -37,7 +37,7 @@ def correlation(features: Tensor) -> Tensor:
 
 
 class Decorrelated(Objective):
-    """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of d features.
+    """The task's loss plus (β / d²) ‖K‖²_F, where K is the d × d correlation matrix of the features.
 
     The features are the head's input. The value ‖K‖²_F / d² is 1/d for uncorrelated features, and 1 for perfectly
     correlated features. The term keeps features from collapsing to a few dimensions. For batches of one sample, the

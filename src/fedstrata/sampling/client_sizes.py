@@ -295,7 +295,7 @@ class FedSTaSData(DataSampler):
         fraction: Fraction of the participants' samples that a round uses on average.
         samples: Mean number n* of samples that a round uses. Default: computed from ``fraction``.
         epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples.
-            Each report costs a client ε. Default: clients report exact numbers.
+            A client spends ε on each report. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their
