@@ -145,7 +145,7 @@ class Column(Setting):
         """Convert a cell to a number. For a category, return its index in ``categories``.
 
         Raises:
-            ValueError: The cell is not a value of this column. The message says which values are accepted.
+            ValueError: The cell's value is not accepted in this column. The message says which values are accepted.
         """
         if self.type == "category":
             assert self.categories is not None
@@ -404,7 +404,7 @@ class Table:
         return len(next(iter(self.columns.values()), ()))
 
     def require(self, column: str, key: str) -> None:
-        """Raise ``SpecError`` if the table lacks the column that is the value of ``key``."""
+        """Raise ``SpecError`` if ``column``, the value of the setting ``key``, is not a column of the table."""
         if column not in self.columns:
             accepted = f"{nearest(column, self.columns)} Use one of: {_listed(self.columns)}."
             for other in ";\t|":

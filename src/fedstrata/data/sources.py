@@ -77,8 +77,8 @@ with warnings.catch_warnings():
             classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
             range: Minimum and maximum allowed value in an array file.
             shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.
-            scale: Numbers by which normalisation multiplies after subtracting ``shift``, one per channel or feature.
-                Set both ``shift`` and ``scale``, or neither.
+            scale: Factors that normalisation applies after subtracting ``shift``, one per channel or feature. Set both
+                ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
             custom: Description of arrays passed from Python. Set by fedstrata, not by users.
         """
