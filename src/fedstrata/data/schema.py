@@ -49,7 +49,7 @@ class Column(Setting):
         unit: Unit of the numbers, such as ``mm``, shown in error messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
+        missing: Cell contents that mark missing values, in addition to the schema's ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
             ``most-frequent``: a statistic of the training rows. ``constant``: the content of ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.

@@ -59,8 +59,8 @@ class Rebalanced(CountsIdle):
     Args:
         epsilon: Smoothing ε of the class prior. 0 means the client's class fractions, and 1 means a uniform prior.
         mu: Weight μ of the loss on augmented features. The published code uses 0.5, and ``training.momentum = 0.5``.
-        transfer: Factor λ. An augmented feature is another class's prototype plus λ times a feature's difference from
-            the prototype of its own class.
+        transfer: Factor λ. An augmented feature is P[c] + λ (h − P[y]): h is a feature of class y, c is another class,
+            and P contains prototypes.
         relaxed: Whether the loss uses the class prior. If false, the loss is plain cross-entropy.
         keep_prototypes: Whether each client stores its latest prototypes, which ``fedstrata audit prototypes`` needs.
         prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only prototypes
@@ -84,7 +84,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The client's class counts and number of samples, because clients send the sample count of each prototype."""
+        """The facts that the prototypes' sample counts disclose: the client's class counts and number of samples."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 
     @override

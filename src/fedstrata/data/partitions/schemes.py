@@ -42,8 +42,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
-        balance: The drawn distributions. ``class``: each class has its own distribution over the clients; client sizes
-            differ. ``client``: each client has its own distribution over the classes; client sizes are equal (±1).
+        balance: The drawn distributions. ``class``: each class has a distribution over the clients; client sizes
+            differ. ``client``: each client has a distribution over the classes; client sizes are equal (±1).
         prior: Parameters of the Dirichlet distribution if ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
