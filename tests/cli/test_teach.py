@@ -152,7 +152,7 @@ def test_a_value_is_explained_by_the_keys_that_take_it(capsys):
     assert "data.schema.columns.NAME.impute\n" in shown
     assert "training.schedule\n" in shown
     assert main(["explain", "training.execution"]) == 0
-    assert "fused: if possible, for several clients" in " ".join(capsys.readouterr().out.split())
+    assert "fused: one pass covers several clients" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ class MultiKrum(Krum):
         return max(super().least_replies, (self.chosen or 0) + self.attackers)
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the mean of the updates with the ``chosen`` smallest scores.
+        """Return the mean of the ``chosen`` updates with the smallest scores.
 
         >>> MultiKrum(attackers=0, chosen=2).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.25]

@@ -59,7 +59,7 @@ class CanaryAudit:
         samples: The number of the client's samples without the canaries.
         canaries: The number of canaries.
         rounds: The number of rounds in which the client trained.
-        noise: The standard deviation of the noise in training (already divided by ``divided``), as a multiple of
+        noise: The standard deviation of the noise in training, after the division by ``divided``, as a multiple of
             ``clip``; None without noise.
         divided: The number by which the noise was divided; 1 in an audit, larger in a control (a check of the audit).
         epsilon: The ε that the accountant computes for the run's noise; None without noise.
@@ -178,8 +178,8 @@ def train(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        For each canary, the sum over rounds of its parameter's visible changes, shape (canaries,). The second value
-        is the engine that ran the clients.
+        For each canary, the sum of the changes of its parameter that the attacker sees, over all rounds, shape
+        (canaries,). The second value is the engine that ran the clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds
     secure = prepared.spec.privacy.sums == "secure"

@@ -89,7 +89,7 @@ class SentPart:
 
 
 class Tap(LocalEngine):
-    """A local engine that counts the gradients sent by clients for parts of batches, and stores some of the gradients.
+    """A local engine that counts the gradients that clients send for parts of batches, and stores some gradients.
 
     A part is a client's samples in a batch.
 
@@ -216,7 +216,7 @@ def audit_gradients(
     Args:
         run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
         sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
-        parts: The maximum number of gradients to attack per size.
+        parts: The maximum number of gradients to attack for each size in ``sizes``.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
@@ -255,7 +255,7 @@ def attack(
         before: The checkpoint from which to start; None to start at the beginning of the run.
         until: The last round to run.
         sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
-        parts: The maximum number of gradients to attack per size.
+        parts: The maximum number of gradients to attack for each size in ``sizes``.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.

@@ -60,10 +60,10 @@ class Rate:
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Return the maximum probability of ``right`` or more correct guesses under (ε, δ)-differential privacy.
 
-    Each canary was in the data with independent probability 1/2. For some canaries, the attacker guesses whether the
-    canary was in the data (Steinke, Nasr & Jagielski 2023). Let W be the number of correct guesses among r guesses.
-    Then P(W ≥ v) ≤ P(B ≥ v) + 2 m δ · max_i P(v − i ≤ B < v) / i. Here, B is binomial with r trials and the probability
-    e^ε / (1 + e^ε), and m is the number of canaries.
+    Each canary was in the data with probability 1/2, independently of the other canaries. For some canaries, the
+    attacker guesses whether the canary was in the data (Steinke, Nasr & Jagielski 2023). Let W be the number of correct
+    guesses among r guesses. Then P(W ≥ v) ≤ P(B ≥ v) + 2 m δ · max_i P(v − i ≤ B < v) / i. Here, B is binomial with r
+    trials and the probability e^ε / (1 + e^ε), and m is the number of canaries.
 
     Args:
         canaries: m, the number of canaries.
@@ -89,7 +89,7 @@ def epsilon_bound(canaries: int, guesses: int, right: int, delta: float, confide
 
     Args:
         canaries: The number of canaries.
-        guesses: The number of canaries about which the attacker guesses. This number must be fixed before the guesses.
+        guesses: The number of canaries about which the attacker guesses. This number must be fixed before guessing.
         right: The number of correct guesses.
         delta: δ.
         confidence: The confidence level. If training is (ε, δ)-differentially private, the probability that the bound
@@ -116,8 +116,8 @@ def best_bound(
     """Guess which canaries were in the data, and return the best lower bound on ε.
 
     Guess "in the data" for the canaries with the lowest scores, and "not in the data" for equally many canaries with
-    the highest scores. Each fraction in ``SHARES`` gets an equal part of the error probability, so the best bound is
-    valid.
+    the highest scores. The fractions in ``SHARES`` share the error probability equally, so all their bounds are valid
+    together, including the best bound.
 
     Args:
         scores: For each canary, the sum of the updates of the canary's parameter.

@@ -37,9 +37,9 @@ class Sent:
     Args:
         client: The id of the client.
         round: The round in which the client sent the prototypes.
-        weights: The client's model, which the client also sent. The prototypes are class means of this model's
-            features. With ``training.batch_norm = "local"``, the client did not send the statistics of BatchNorm. The
-            audit's attacker then knows more than the server, because the attacker has these statistics.
+        weights: The client's model, which the client sent together with the prototypes. The prototypes are class means
+            of this model's features. With ``training.batch_norm = "local"``, the client did not send the statistics of
+            BatchNorm. The audit's attacker then knows more than the server, because the attacker has these statistics.
         table: The prototypes ``means`` of all C classes, shape (C, d), and the number of ``samples`` of each class,
             shape (C,).
         difference: The largest difference between corresponding entries of ``table`` and of the checkpoint's
@@ -62,7 +62,7 @@ The arguments are the number of finished steps, the total number of steps, and a
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
-    """Return, for several clients of a run, the prototypes that the client sent last.
+    """Return, for each of several clients of a run, the last prototypes that the client sent.
 
     Args:
         prepared: The run's experiment.

@@ -56,8 +56,8 @@ class View:
         inversion: The mean results of gradient inversion. Updates and sums with more than ``IMAGES`` samples are left
             out.
         control: The mean results of the same attacks on random numbers. These numbers do not reveal anything.
-        membership: Of the sample pairs of all attacked updates or sums, the fraction in which the attack finds the
-            member. The interval of this fraction assumes that pairs are independent.
+        membership: The fraction of sample pairs, over all attacked updates or sums, in which the attack finds the
+            member. The confidence interval of this fraction assumes that pairs are independent.
     """
 
     name: str
@@ -107,7 +107,7 @@ def audit_updates(
 
     Args:
         run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
-        parts: Attack at most this number of updates, and at most this number of sums, drawn at random.
+        parts: The maximum number of updates to attack, and also of sums to attack; both are drawn at random.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
@@ -144,7 +144,7 @@ def attack(
         prepared: The experiment.
         before: The checkpoint from which to start; None for the beginning of the run.
         until: The last round to run.
-        parts: Attack at most this number of updates, and at most this number of sums.
+        parts: The maximum number of updates to attack, and also the maximum number of sums to attack.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.

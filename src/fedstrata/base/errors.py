@@ -78,7 +78,7 @@ class CheckpointError(FedstrataError):
 
 
 class ExtraMissingError(FedstrataError):
-    """A feature whose optional package is not installed."""
+    """An attempt to use a feature whose optional package is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra

@@ -105,9 +105,9 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     kernel also sends SIGTERM, because other processes may keep the pipe open.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel is not
-            asked to send SIGTERM, because the kernel would already send the signal at the end of the thread that
-            started this process.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started this
+            process, the kernel is not asked to send SIGTERM, because the kernel would send the signal too early, when
+            the thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

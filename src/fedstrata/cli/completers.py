@@ -15,7 +15,7 @@ Completer = Callable[..., Iterable[str]]
 
 
 def keys(prefix: str = "", **_: Any) -> list[str]:
-    """Complete an override: ``section.key=`` or, after ``section=``, a name that the section accepts."""
+    """Complete a key to ``section.key=``, and a value after ``section=`` to a name that the section accepts."""
     key, equals, _rest = prefix.partition("=")
     settings = known()["settings"]
     if equals:

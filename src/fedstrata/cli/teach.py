@@ -136,9 +136,9 @@ def explanations(word: str) -> list[dict[str, Any]]:
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, ``section``, ``about`` (the meaning), ``takes``
-        (the accepted values) and ``default``. ``kinds`` contains the names to which the key belongs, and is empty if
-        the key belongs to all names in the section. For a section or a name, ``key`` is empty, and the entry ``has``
-        contains the keys of the section or name.
+        (the accepted values) and ``default``. ``kinds`` contains the names that have the key, and is empty if all names
+        in the section have the key. For a section or a name, ``key`` is empty, and the entry ``has`` contains the keys
+        of the section or name.
 
     Raises:
         SpecError: The word is unknown. The message suggests a similar word.

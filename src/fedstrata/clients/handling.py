@@ -38,7 +38,7 @@ class RelayHandler(Protocol):
         """Keep the model of the latest hop if ``accepted`` is true; otherwise restore the model from before the hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops and, for each of them in order, the reply or a later failure."""
+        """Return the final model and, for each accepted hop in order, the reply, or a failure that came after it."""
 
 
 RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]

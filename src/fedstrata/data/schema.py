@@ -49,7 +49,7 @@ class Column(Setting):
         unit: Unit of the numbers, such as ``mm``, shown in error messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
+        missing: Cell contents that mark missing values, in addition to the schema's ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
             ``most-frequent``: a statistic of the training rows. ``constant``: the content of ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
@@ -147,7 +147,7 @@ class Column(Setting):
         """Convert a cell to a number. For a category, return its index in ``categories``.
 
         Raises:
-            ValueError: The cell is not a value of this column. The message says which values are accepted.
+            ValueError: The cell's value is not accepted in this column. The message says which values are accepted.
         """
         if self.type == "category":
             assert self.categories is not None
@@ -406,7 +406,7 @@ class Table:
         return len(next(iter(self.columns.values()), ()))
 
     def require(self, column: str, key: str) -> None:
-        """Raise ``SpecError`` if the table lacks the column that is the value of ``key``."""
+        """Raise ``SpecError`` if ``column``, the value of the setting ``key``, is not a column of the table."""
         if column not in self.columns:
             accepted = f"{nearest(column, self.columns)} Use one of: {_listed(self.columns)}."
             for other in ";\t|":

@@ -119,7 +119,7 @@ class LocalEngine(Engine):
     def n_contributing(self, number: ClientId) -> int:
         """Return the number of samples that contributed to a client's latest reply; 0 if the number is unknown.
 
-        If the handler called ``authorize_release`` in this process, the number is known from the reply until
+        If the handler called ``authorize_release`` in this process, the number is known between the reply and
         ``commit``.
         """
         client = self._pending.get(number)
@@ -282,7 +282,7 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the latest client's model together with this client's new state."""
+        """Accept or reject the model and the new state of the client that had the latest hop."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state

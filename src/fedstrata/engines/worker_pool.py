@@ -130,8 +130,8 @@ class LocalWorkerPool:
 def next_index(counter: int) -> int:
     """Return the next unused index: 0, 1, … Each index is returned in one process only.
 
-    The index is the position in an empty file that all processes share. The operating system increments the position
-    atomically. A lock would not be safe, because a killed worker would never release it.
+    The index is the offset of a file descriptor that all processes share; the file is empty. The operating system
+    increments the offset atomically. A lock would not be safe, because a killed worker would never release it.
 
     Args:
         counter: The file descriptor of the empty file.

@@ -299,9 +299,9 @@ class History(Sequence[Record]):
 
         - ``method``, ``seed`` and ``rounds``: the method's name, the seed and the number of rounds.
 
-        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the primary metric, its direction
-          (True if lower values are better), and its final and best values. These keys are missing if the primary metric
-          is the accuracy.
+        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the primary metric, whether lower
+          values are better, and the final and best values. These keys are missing if the primary metric is the
+          accuracy.
 
         - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round.
 

@@ -97,7 +97,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 
 
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
-    """Return the data set (without the training samples ``held``), and the indices of the remaining samples.
+    """Return the data set without the training samples ``held``, and the indices of the remaining samples.
 
     If the inputs are memory-mapped, the result does not contain inputs, because a copy may not fit into memory.
     """
@@ -187,7 +187,7 @@ def split_each(
         data: The data set.
         share: The fraction to take.
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Uses with different names get independent numbers.
+        purpose: A name for this use of random numbers. Different names give independent random numbers.
         least: The minimum number of samples to take from a client with at least two samples. The client always keeps
             at least one sample.
 
@@ -213,7 +213,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
         labels: The label of each sample, in the order of ``owners``.
         wanted: The number m of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Uses with different names get independent numbers.
+        purpose: A name for this use of random numbers. Different names give independent random numbers.
 
     Returns:
         A mask with one entry per sample: True for the chosen samples.

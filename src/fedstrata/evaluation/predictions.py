@@ -51,7 +51,7 @@ class Predictions:
 
     @classmethod
     def of(cls, labels: Ints, logits: NDArray[np.floating]) -> Predictions:
-        """Compute predictions from labels (N,) and logits (N, C)."""
+        """Create the predictions from the true labels, shape (N,), and the logits, shape (N, C)."""
         values = np.asarray(logits, dtype=np.float32)
         made = cls(np.asarray(labels, dtype=np.int64), values, values.argmax(axis=1).astype(np.int64), 0.0)
         return cls(made.labels, values, made.predicted, float(made.losses.sum()))

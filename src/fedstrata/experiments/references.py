@@ -121,9 +121,9 @@ def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
 def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] = ()) -> None:
     """Combine the runs of a reference into one run folder, as if the reference were a method.
 
-    Numbers of samples, of seconds and of clients are summed over the runs, and communication is 0. Most other numbers
-    are means over the runs. The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation
-    and the minimum of the accuracy over the clients.
+    Samples, seconds and numbers of clients are summed over the runs, and communication is 0. Most other numbers are
+    means over the runs. The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and
+    the minimum of the accuracy over the clients.
 
     Args:
         name: The name of the reference.

@@ -243,7 +243,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Check the spec and the search space, and return the experiment.
 
-    The check tries both ends of one range at a time. The other settings have the first value of their ranges.
+    For each range, the check tries both ends. The other settings have the first value of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -328,7 +328,7 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
     Args:
         setup: The settings of the search.
         study: Optuna's study.
-        trials: The total number of trials in the study at the end.
+        trials: The total number of trials in the study after this call.
         jobs: The number of simultaneous trials.
         watch: A function that is called during each run with the run's label, seed and number of finished rounds.
 

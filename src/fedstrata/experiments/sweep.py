@@ -307,7 +307,7 @@ def verdict(result: Sweep) -> str:
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec with a table ``[compare.LABEL]`` per experiment, for the sections in which experiments differ."""
+    """Return a spec with a table ``[compare.LABEL]`` per experiment, which contains the sections that differ."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

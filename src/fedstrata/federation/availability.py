@@ -1,4 +1,4 @@
-"""Simulate which clients drop out of a round, and how fast clients are (availability models).
+"""Availability models: simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``,
 the sizes of the other clients matter, too. A resumed run therefore needs no stored state of these models.

@@ -73,8 +73,8 @@ class Failure:
     Args:
         reason: Why the client's reply is missing or cannot be used, in words.
         error: The client's exception; None if the client did not raise an exception.
-        bystander: Whether the reply is missing only because another client failed, whose tensors the reply needs.
-        refused: Whether the reply was refused: the server cannot use the reply, or the client withheld the reply.
+        bystander: Whether the reply is missing only because it needs tensors of another client that failed.
+        refused: Whether the server refused an unusable reply, or the client withheld the reply.
     """
 
     reason: str

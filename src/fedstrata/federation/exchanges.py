@@ -305,7 +305,7 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
         round: Number of finished rounds, R, including this round.
 
     Returns:
-        The metrics ``transfers`` (the argument), ``transfers_per_client`` (f = ``transfers`` / N), ``update_bytes`` (C)
+        A mapping with the metrics ``transfers``, ``transfers_per_client`` (f = ``transfers`` / N), ``update_bytes`` (C)
         and ``client_bytes``. ``client_bytes`` is the mean number of bytes that a client has sent: R × C × f. The
         formula assumes that all earlier rounds had the same number of transfers as this round.
 

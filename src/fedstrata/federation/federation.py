@@ -121,8 +121,8 @@ class Federation:
         availability: The model that simulates which clients are online in a round, and how fast they are.
         method: The method's name, for error messages.
         listener: A function that is called after every ``ask``, with two arguments: the round and the accepted replies.
-        legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. Use
-            ``Compression.legs`` (``fedstrata.federation.communication``) to encode models and updates.
+        legs: A function that splits a call of ``ask`` into one or more exchanges. Default: one exchange without
+            encoding. Use ``Compression.legs`` (``fedstrata.federation.communication``) to encode models and updates.
         summed_legs: A function that divides a secure sum of replies into exchanges. Default: one exchange.
         attack: The attack that some clients carry out; None if all clients are honest.
     """

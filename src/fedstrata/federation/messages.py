@@ -123,7 +123,7 @@ class Request(Message):
     def check(self, reply: Any) -> None:
         """Raise an error if a reply of the right type has wrong values.
 
-        Do not check for NaN and infinity here, because such replies are always refused.
+        Subclasses need not check for NaN and infinity, because replies with such values are always refused.
 
         Raises:
             ReplyRefusedError: A value is wrong.
@@ -185,7 +185,7 @@ class Weights(Message):
     buffers: Params
 
     def require_like(self, like: Weights) -> None:
-        """Raise an error if names, shapes or dtypes of tensors differ from the tensors in ``like``.
+        """Raise an error if the tensors have other names, shapes or dtypes than the tensors in ``like``.
 
         Raises:
             ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
@@ -196,7 +196,7 @@ class Weights(Message):
 
 
 def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Raise an error if names, shapes or dtypes of tensors differ from the tensors in ``like``.
+    """Raise an error if the tensors have other names, shapes or dtypes than the tensors in ``like``.
 
     Raises:
         ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
@@ -223,7 +223,7 @@ class ModelRequest(Request):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names, shapes and dtypes of the reply's update; empty without an update.
+        """Return tensors with the names, shapes and dtypes of the reply's update; empty for replies without an update.
 
         Args:
             message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message

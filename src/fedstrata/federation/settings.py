@@ -31,7 +31,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
     Args:
         lr: The learning rate η of the first round.
-        schedule: The schedule (see ``Training``): ``inverse``, ``cosine``, or any other value for a constant rate.
+        schedule: The schedule (see ``Training``): ``inverse`` or ``cosine``; other values keep the rate constant.
         round: The round, counted from 1.
         rounds: The number of rounds of the run.
     """
@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether clients add the samples of a batch that is too small to another batch (``below = "hold-back"``)."""
+        """Whether clients with too few samples in a batch add them to another batch (``below = "hold-back"``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -215,15 +215,15 @@ class Training(Setting):
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
             test batches' statistics.
-        execution: How sums over clients are computed. ``fused``: if possible, for several clients in one pass.
+        execution: How sums over clients are computed. ``fused``: one pass covers several clients, if possible.
             ``per-client``: Stratify's results are also bit-identical in all engines, but Stratify is slower.
         threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
             one process per core if this is faster, otherwise one process.
-        precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.
-            Parameters and updates stay float32. Stratify and FedTAN always train in float32.
-        device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if one is
-            available). Results on different devices can differ in their last bits.
+        precision: Floating-point format in which clients train. With ``bf16``, PyTorch's autocast uses bfloat16 for
+            some operations. Parameters and updates stay float32. Stratify and FedTAN always train in float32.
+        device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if available).
+            Results on different devices can differ in their last bits.
     """
 
     later_settings = ("accumulate", "optimizer", "optimizer_state", "warmup")

@@ -89,7 +89,7 @@ class FedAdam(AdaptiveMoments):
 
 
 class FedYogi(AdaptiveMoments):
-    """FedAvg with Yogi on the server: like FedAdam, but limits how much the second moment changes per round.
+    """FedAvg with Yogi on the server: like FedAdam, but Yogi limits how much the second moment changes per round.
 
     The aggregator's server optimiser (``ServerOptimizer``) defines the step.
     """

@@ -295,9 +295,9 @@ class LocalGroup:
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended.
+        """Record that members have left the group.
 
-        The group breaks as soon as another member waits for a tensor of an ended member.
+        The group stops (see ``abort``) as soon as another member waits for a tensor of a member that has left.
         """
         with self._changed:
             self._ended.update(members)

@@ -27,8 +27,8 @@ class Model:
 
     ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module.
     The call can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
-    parameters in the module during a ``with`` block. A call with the dictionary that ``loaded`` yields is as fast as a
-    call of the module.
+    parameters in the module during a ``with`` block. If ``params`` is the dictionary that ``loaded`` yields, calling
+    the model is as fast as calling the module.
 
     Outside ``loaded``, the module has its initial values and is in evaluation mode. Only one thread at a time may use a
     model. Another thread must use a ``clone``.
@@ -38,7 +38,7 @@ class Model:
     an attribute ``logits``, or a tuple that begins with the logits. The *head* is the submodule that computes logits
     from features, and the *features* are the input of the head. By default, the head is the submodule ``head``. Without
     this submodule, the head is the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``,
-    call the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
+    call the head as a module: write ``self.fc(z)``, not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
     Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party creates its own
     copy of the module, and frozen parameters must be the same for all parties. Trainable parameters are float32.
@@ -266,7 +266,7 @@ class Model:
         return self._installed
 
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Install ``params`` (without copying) and copies of ``buffers`` in a loaded module. Shapes are not checked.
+        """Install ``params`` themselves and copies of ``buffers`` in a loaded module. Shapes are not checked.
 
         The module and ``params`` then share memory, so use this method only for passes that do not change parameters.
         The tensors ``params`` must not change until other parameters are loaded or shared.

@@ -19,9 +19,9 @@ Norm = Literal["bn", "gn"]
 class ResNet9(ModelSpec):
     """The nine-layer network of DAWNBench (Page 2018).
 
-    First come convolutions with 64 and 128 channels, and a residual connection around two convolutions with 128
-    channels. Then come convolutions with 256 and 512 channels, and a residual connection around two convolutions with
-    512 channels. The last layers are global max-pooling and a linear layer. The three convolutions that double the
+    The first layers are convolutions with 64 and 128 channels, and a residual connection around two convolutions with
+    128 channels. Then come convolutions with 256 and 512 channels, and a residual connection around two convolutions
+    with 512 channels. The last layers are global max-pooling and a linear layer. The three convolutions that double the
     number of channels are followed by max-pooling. Unlike in DAWNBench, the logits are not scaled. With 3 input
     channels and 10 classes, the network has 6,573,130 parameters.
 

@@ -293,7 +293,7 @@ def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Tr
 
 
 class Classifier(nn.Sequential):
-    """A module of layers that compute features, and a head that computes logits.
+    """A module with two parts: layers that compute features, and a head that computes logits.
 
     Args:
         layers: The layers that map inputs (B, …) to features (B, features).

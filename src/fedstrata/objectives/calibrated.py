@@ -1,8 +1,8 @@
 """Compute cross-entropy on calibrated logits, to compensate for label skew.
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) defines the scale. FedLC (Zhang et al.
-2022) and balanced softmax (Ren et al. 2020; Chen and Chao 2022) define the shift. The loss, PyTorch's cross-entropy of
-the new logits, equals the papers' formulas.
+2022) and balanced softmax (Ren et al. 2020; Chen and Chao 2022) define the shift. PyTorch's cross-entropy of the new
+logits equals the loss in the papers.
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ class Restricted(Calibrated):
     Thus, local training changes the head's parameters less for classes that the client lacks.
 
     Args:
-        alpha: Factor α by which the logits of classes that the client lacks are multiplied. With 1, training is as in
-            FedAvg.
+        alpha: Factor α for the logits of classes that the client lacks. With 1, training is as in FedAvg.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)

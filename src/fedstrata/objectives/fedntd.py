@@ -31,7 +31,7 @@ class NotTrue(PerSample, Distilled):
     temperature: PositiveFloat = 1.0
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for fewer than 3 classes, because a softmax over a single class is always 1."""
+        """Raise ``SpecError`` for fewer than 3 classes: without the true class, the softmax would be over one class."""
         if config.outputs < 3:
             problem = f"needs at least 3 classes, but the data have {config.outputs}. Use "
             raise SpecError(

@@ -46,7 +46,7 @@ class Vacant(Distilled):
       is the loss of balanced softmax, which leaves out vacant classes.
 
     - L_sup = Σ_c p(c) log mean e^{z_c} is the loss of logit suppression. The mean is over the samples of the batch that
-      do not belong to class c. The suppression lowers a sample's logits of all classes except the sample's class.
+      do not belong to class c. The suppression lowers a sample's logits for all classes except its own.
 
     - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares two softmaxes over the vacant
       classes only: p̂ is computed from the global model's logits, and q̂ from the client's logits.

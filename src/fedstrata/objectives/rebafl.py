@@ -84,7 +84,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The client's class counts and number of samples, because clients send the sample count of each prototype."""
+        """The facts that the prototypes' sample counts disclose: the client's class counts and number of samples."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 
     @override

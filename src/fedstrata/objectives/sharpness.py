@@ -63,8 +63,7 @@ class GloballySharpnessAware(Objective):
     the client trains.
 
     This implementation follows the paper. In the authors' program, the server sends the most recent change of the
-    global model to all clients. Of each tensor of this change, the clients use only one number, in place of all
-    entries.
+    global model to all clients. In each tensor of this change, the clients replace all entries by a single number.
 
     Args:
         rho: Distance ρ between the parameters w and the point at which gradients are computed.

@@ -1,4 +1,4 @@
-"""Answer FedTAN's requests to clients that train at the same time.
+"""Answer FedTAN's requests, for which all clients of a round train at the same time.
 
 In the first step of a round, BatchNorm normalises with statistics that are averaged over the batches of all clients. In
 later steps, BatchNorm normalises with the running statistics, which only the first step updates.
@@ -57,7 +57,7 @@ class FitTogether(TrainingRequest):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names and shapes of the update in the reply."""
+        """Return tensors with the same names and shapes as the tensors of the reply's update."""
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:

@@ -51,7 +51,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
-    """Return the request's model, in which the client's own layers and BatchNorm statistics are inserted."""
+    """Return the request's model, but with the client's own layers and BatchNorm statistics."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)

@@ -41,8 +41,8 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
         request: The request.
 
     Returns:
-        The outcome of training with the run's objective. The number of samples includes all stages. In the returned
-        model, layers that stay at the client have the values that the server sent.
+        The outcome of training with the run's objective. The number of samples is the sum over all stages. In the
+        returned model, layers that stay at the client have the server's values, not the trained values.
     """
     start, before = first_trained(client, weights, data, request.round)
     outcome = train(client, start, data, round=request.round, message=request.message)

@@ -30,8 +30,8 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
     """Yield the positions of the samples for each step of a round. A step may have 0 samples.
 
     Args:
-        client: The client, whose random numbers choose the samples. In a deployment, the seed of these numbers is
-            secret.
+        client: The client; its random numbers determine which samples are drawn. In a deployment, the seed of these
+            numbers is secret.
         training: The settings of local training. These settings determine the number of steps, and the probability that
             a step uses a sample.
         round: The round, counted from 1.
@@ -94,7 +94,7 @@ class NoisyGradient:
         context: The context that the objective's loss gets as an argument.
         dp: The clipping norm C and the noise multiplier z.
         expected: The expected number b of samples in a step.
-        noise: The function that draws ξ. This function runs on the CPU, so the noise does not depend on the device.
+        noise: The function that draws ξ. Because ξ is drawn on the CPU, the noise does not depend on the device.
     """
 
     model: Model

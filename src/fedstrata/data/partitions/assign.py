@@ -62,7 +62,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
     """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
     All clients draw their classes simultaneously. If a class is drawn more often than it has samples, the excess draws
-    (chosen at random) are repeated. Only classes that still have samples can then be drawn.
+    (chosen at random) are replaced by new draws. Only classes that still have samples can then be drawn.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
@@ -136,7 +136,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
         rng: The random generator that chooses each client's samples, and the clients that get one sample more.
-        quota: The number of samples of each holding. By default, all samples are split equally (±1).
+        quota: The number of samples of each holding (client and class). By default, all samples are split equally (±1).
 
     Returns:
         The owner of every sample, as an array of shape (samples,). For samples that exceed the quotas, the owner is −1.
@@ -201,7 +201,7 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
 
 
 def ranks(ordered: Ints, classes: int) -> Ints:
-    """For each entry of an ascending array, return its position among the equal entries.
+    """For each entry of an ascending array, return how many equal entries come before it.
 
     >>> ranks(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

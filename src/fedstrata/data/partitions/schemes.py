@@ -42,8 +42,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
-        balance: Shares drawn from the Dirichlet distribution. ``class``: for each class, the clients' shares; client
-            sizes differ. ``client``: for each client, the classes' shares; client sizes are equal (±1).
+        balance: What is drawn. ``class``: each class's distribution over the clients; client sizes differ.
+            ``client``: each client's distribution over the classes; client sizes are equal (±1).
         prior: Parameters of the Dirichlet distribution if ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """

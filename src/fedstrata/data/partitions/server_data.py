@@ -32,8 +32,8 @@ class ServerData:
     def indices(self) -> Ints:
         """Return the samples' indices in the training set, ascending.
 
-        If the data set itself defines the clients, the result is empty, because left-out samples belong to other
-        clients.
+        If the data set itself defines the clients, the result is empty, because samples outside the assignment belong
+        to other clients.
         """
         if self.assignment.codes is not None:
             return np.empty(0, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Codecs, which encode changes of a model in fewer bytes and decode them.
 
 A *change* is a mapping from names to floating-point tensors, such as a model update or a gradient. A *payload* is an
-encoded change: a mapping from names to parts, which are tensors too. The shapes and dtypes of the parts are called
+encoded change: a mapping from names to parts, and each part is a tensor. The shapes and dtypes of the parts are called
 *forms*. The forms depend only on the shapes and dtypes of the change, so sender and receiver both know them. Therefore,
 only the values of the parts are sent (``pack``), and a message's size does not depend on the values.
 """
@@ -50,7 +50,7 @@ class Codec(Setting):
 
     @abstractmethod
     def forms(self, like: Params) -> Forms:
-        """Return the shapes and dtypes of the payload for a change with the names, shapes and dtypes of ``like``."""
+        """Return the shapes and dtypes of a payload that encodes a change with tensors like those in ``like``."""
 
     @abstractmethod
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
@@ -63,7 +63,7 @@ class Codec(Setting):
 
     @abstractmethod
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Decode a payload and return the change in the shapes and dtypes of ``like``.
+        """Decode a payload, and return the change with the shapes and dtypes of ``like``.
 
         Raises:
             ReplyRefusedError: The payload contains a number that ``encode`` can never return.
@@ -197,7 +197,7 @@ class BFloat16(Codec):
         return {name: {"": (tuple(t.shape), torch.bfloat16)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the tensors of a change, rounded to bfloat16."""
+        """Return the change with all tensors rounded to bfloat16."""
         return {name: {"": tensor.to(torch.bfloat16)} for name, tensor in change.items()}
 
     def decode(self, payload: Payload, like: Params) -> Params:
@@ -379,7 +379,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's rounded term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and all other tensors."""
+        """Return client k's rounded term of the second sum: the change with M_kᵀ P in place of each matrix M_k."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()

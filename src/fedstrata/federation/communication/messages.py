@@ -86,10 +86,10 @@ def repeated_forms(request: Encoded) -> list[Request]:
 
 @record("Encoded")
 class Encoded(Request):
-    """A request that contains another request. The model of the inner request, or the update in the reply, is encoded.
+    """A request that contains another request. The inner request's model, the reply's update, or both are encoded.
 
     Args:
-        request: The inner request; its model has no parameters if there is a ``delivery``.
+        request: The inner request. Its model has parameters only if ``delivery`` is None.
         round: The round, counted from 1.
         exchange: Id of the exchange in this run. Ids start at 1 and ascend.
         delivery: The encoded model; None if the inner request contains the model.
@@ -111,7 +111,7 @@ class Encoded(Request):
 
 @record("Coefficients")
 class Coefficients(Request):
-    """A request for a client's term of PowerSGD's second sum: the product of its update and the matrices P.
+    """A request for what a client adds to PowerSGD's second sum: the product of its update and the matrices P.
 
     Args:
         exchange: Id of the exchange, which is the same as for the first sum.

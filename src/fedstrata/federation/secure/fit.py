@@ -66,8 +66,8 @@ class Numbers:
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
         update: The description of the updates, if the numbers are updates that a codec may compress; otherwise None.
-        needs_model: Whether ``values`` needs the model. Numbers that need the model cannot be summed together with a
-            compressed update.
+        needs_model: Whether ``values`` needs the model. Numbers that are computed from the model cannot be in the same
+            sum as a compressed update.
     """
 
     values: Callable[[Weights, Any], Params]
@@ -179,7 +179,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Describe two sums: of the numbers of per-sample gradients, and of the losses weighted by these numbers.
+        """Describe two sums over clients: the number of per-sample gradients, and the loss weighted by this number.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """
@@ -227,7 +227,7 @@ class Sums:
         return split(torch.from_numpy(row if double else row.astype(np.float32)), numbers.like)
 
     def number(self, name: str) -> float:
-        """Return the weighted sum of the number ``name`` over the clients."""
+        """Return the weighted sum, over the clients, of the number called ``name``."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         return float(self.total.parts[name][0]) * numbers.weight.largest
@@ -274,7 +274,7 @@ Forms = Mapping[type[Request], Form]
 
 
 class ModelForm:
-    """The layout of replies to requests with a model: the numbers of each reply that a secure sum adds up.
+    """The layout of replies to requests with a model, which lists the values that a secure sum adds up.
 
     Args:
         config: The settings that server and clients share.

@@ -75,8 +75,7 @@ class NoisyForm:
 def clipped(update: Floats, clip: float) -> Floats:
     """Scale an update of shape (d,) down to an L2 norm of at most ``clip``.
 
-    An update with NaN or infinity becomes zero. If the client did not reply instead, the server would learn
-    that the update is not finite.
+    An update with NaN or infinity becomes zero. A missing reply would tell the server that the update is not finite.
     """
     norm = float(np.linalg.norm(update))
     if not math.isfinite(norm):

@@ -10,20 +10,20 @@ shares of both seeds of each site, and any t shares determine a seed. To open (u
 the server needs the self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, because
 their vectors are missing.
 
-====================  ==========================================  ==================================================
+====================  ==========================================  =====================================================
 message to a site     reply                                       checks of the site before it replies
-====================  ==========================================  ==================================================
+====================  ==========================================  =====================================================
 (none)                ``Package``
-``Roster``            ``Deal``                                    own package fresh; signatures; peers; no key twice;
+``Roster``            ``Deal``                                    own package fresh; signatures; peers; distinct keys;
                                                                   threshold
 ``Begin``             ``MaskedVector``                            boxes; the members R' of the sums; exchange unused;
-                                                                  request never masked before
-``RevealAll``         ``Shares`` of the self seeds of R'          "in" signed by all members; enough samples; no vote
+                                                                  request not answered before
+``RevealAll``         ``Shares`` of the self seeds of R'          "in" signed by all members; enough samples; not voted
 ``Propose``           ``Vote``                                    as before, for U ⊆ R' with t sites or more
 ``RevealSet``         ``Shares``: self seeds of U, pair seeds of  t votes for the U that the site voted for
                       R' without U
 ``Opened``            (none)                                      the site did not vote for another set
-====================  ==========================================  ==================================================
+====================  ==========================================  =====================================================
 
 Security
 --------
@@ -45,8 +45,8 @@ The n − m honest sites have fewer than 2(t − m) votes.
 sites that answered ``RevealAll`` have revealed shares of self seeds. Consider an honest site outside U. With the
 colluders' shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only
 colluders reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never
-learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest
-sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
+learns both seeds of an honest site. The pair masks of honest sites in U cancel only in the sum over all these sites. An
+honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
 
 *Suppose that no set is signed t times.* Then only colluders reveal shares of pair seeds. The masks cancel only in the
 sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are honest.
@@ -59,9 +59,9 @@ revealed R' therefore needs t − m honest votes in a single context, so the pro
 The proof needs a threshold t with 2t > n + m. If a server could choose t close to n / 2, the protocol would not
 tolerate even one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-A request may *continue* the previous request. Both sums then contain the vectors of the same sites. The request's hash
-contains the set for which a site voted before (``continued``), and the site votes only for this set. Therefore,
-all honest sites of this set have already voted for it, and the previous sum was not unmasked over another set.
+A request may *continue* the previous request. Both sums then contain the vectors of the same sites. A site hashes the
+request together with the set for which the site voted before (``continued``), and votes only for this set. Therefore,
+all honest sites of this set have already voted for it, so the previous sum can only have been unmasked over this set.
 
 The protocol has limits. If a request does not continue the previous request, the server may unmask sums over two
 sets that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The
@@ -130,7 +130,7 @@ class RefusedError(WithheldError):
 
 @record("secure/Package")
 class Package(Message):
-    """A site's public keys for one roster (group of sites). The roster computes one secure sum per exchange.
+    """A site's public keys for one roster (group of sites). The sites of a roster compute one secure sum per exchange.
 
     Args:
         name: The site's name.
@@ -231,7 +231,7 @@ def repeated(packages: Sequence[Package]) -> set[str]:
 
 @record("secure/Deal")
 class Deal(Message):
-    """The message with which a site sends the other sites shares of its seeds.
+    """The message in which a site sends shares of its seeds to the other sites.
 
     Args:
         boxes: A mapping from each other site to its box: encrypted shares of this site's seeds for all exchanges.
@@ -260,7 +260,7 @@ class Begin(Message):
     Args:
         roster: The hash of the roster.
         exchange: The index of the exchange in the roster, counted from 0.
-        delivery: The members and boxes, in the site's first exchange in the roster; otherwise None.
+        delivery: The members and boxes if this is the site's first exchange in the roster; otherwise None.
     """
 
     roster: bytes

@@ -92,8 +92,8 @@ class Dealt(Message):
 
     Args:
         deal: The site's shares for the other sites (``protocol.Deal``).
-        package: The site's public keys for its next roster (``protocol.Package``). Because of this package, the next
-            roster does not need a separate request for keys.
+        package: The site's public keys for its next roster (``protocol.Package``). With this package, a separate
+            request for the keys of the next roster is not needed.
     """
 
     deal: Message
@@ -110,7 +110,7 @@ class SecureSum:
 
     Args:
         total: The sum.
-        clients: The clients with replies in the sum.
+        clients: The clients whose replies are in the sum.
     """
 
     total: Total

@@ -44,7 +44,7 @@ def split(
 
 @lru_cache(maxsize=4096)
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
-    """Return each share's factor. The sum of the shares times their factors is the polynomial's value at ``at``.
+    """Return a factor per share. The sum of all products of share and factor is the polynomial's value at ``at``.
 
     The factors depend only on the holders, so they are the same for all secrets that these holders reconstruct.
 

@@ -95,8 +95,8 @@ class _Exchange:
 class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
-    A site that restarts gets new secrets, and joins the next roster. It only has to keep the hashes in ``answered``:
-    otherwise, a server could repeat a request to all other sites, and subtract two sums to get this site's vector.
+    A site that restarts gets new secrets, and joins the next roster. It must keep only the hashes in ``answered``.
+    Otherwise, a server could repeat a request to all sites but one, and subtract both sums to get that site's vector.
 
     Each method checks and answers one message, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
