@@ -338,8 +338,7 @@ class SiteServer:
         if result is None:
             raise FedstrataError(f"site {self.name} does not have the model that hop {fetch.hop} produced")
         if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
-            problem = f"the request for the model that hop {fetch.hop} produced does not contain the secret of this hop"
-            raise RuleError("relay", problem)
+            raise RuleError("relay", f"the request for the model of hop {fetch.hop} lacks this hop's secret")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.relay_id)
         about = {"client": result.client, "round": run.guard.round, "samples": result.samples}
@@ -691,10 +690,7 @@ class SiteRun:
 
     def _next(self, exchange: int) -> None:
         if exchange <= self._exchange:
-            latest = self._exchange
-            raise WireError(
-                f"exchange {exchange} is no longer needed, because the site already received exchange {latest}"
-            )
+            raise WireError(f"exchange {exchange} is no longer needed, because exchange {self._exchange} has begun")
         self._exchange = exchange
 
     def _request(self, client: ClientId, request: object) -> Request:
