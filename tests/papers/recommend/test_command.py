@@ -33,7 +33,7 @@ def test_text_and_json_have_the_same_facts(capsys, monkeypatch):
     assert set(SHOWN) == set(facts["properties"])
     assert all(each.label in text for each in SHOWN.values())
     assert facts["properties"]["clients"] == 100
-    assert [each["method"] for each in facts["methods"]][:2] == ["rebafl", "fedgs"]
+    assert [each["method"] for each in facts["methods"]]== ["stratify", "rebafl", "fedgs", "fedau", "mifa", "fednova"]
     sentences = [reason["text"] for each in facts["methods"] for reason in each["reasons"]]
     assert len(sentences) >= len(facts["methods"]) >= 3
     for sentence in [*sentences, *facts["refused"].values(), *facts["limits"], facts["command"]]:
@@ -47,7 +47,7 @@ def test_the_command_to_know_more_is_one_that_runs(capsys):
     options = parser().parse_args(words[1:])
     assert options.overrides == CHANGES[1::2]
     specs = variants(read_table(options.spec), options.methods.split(","), options.overrides)
-    assert list(specs)[:2] == ["fedavg", "rebafl"]
+    assert list(specs)[:2] == ["fedavg", "stratify"]
     assert all(spec.availability.name == "label-correlated" for spec in specs.values())
 
 

@@ -21,8 +21,8 @@ from fedstrata.reporting.statistics import Difference
 from fedstrata.runs.preparation import Prepared, check_method, prepare
 from fedstrata.spec.experiment import Experiment
 
-MOST = 5
-"""Maximum number of recommended methods in addition to FedAvg."""
+MOST = len(RULES)
+"""Maximum number of recommended methods in addition to FedAvg. Each rule can thus recommend at least one method."""
 
 
 @dataclass(frozen=True)
