@@ -178,7 +178,7 @@ def train(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        For each canary, the sum of the changes of its parameter that the attacker sees, over all rounds, shape
+        For each canary, the changes of its parameter as the attacker sees them, summed over all rounds, shape
         (canaries,). The second value is the engine that ran the clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds

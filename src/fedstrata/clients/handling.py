@@ -38,7 +38,7 @@ class RelayHandler(Protocol):
         """Keep the model of the latest hop if ``accepted`` is true; otherwise restore the model from before the hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the final model and, for each accepted hop in order, the reply, or a failure that came after it."""
+        """Return the final model, and a list with the outcome of each accepted hop: its reply, or a later failure."""
 
 
 RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]

@@ -74,7 +74,7 @@ class Failure:
         reason: Why the client's reply is missing or cannot be used, in words.
         error: The client's exception; None if the client did not raise an exception.
         bystander: Whether the reply is missing only because it needs tensors of another client that failed.
-        refused: Whether the server refused an unusable reply, or the client withheld the reply.
+        refused: True if the server refused the reply as unusable, or if the client withheld it.
     """
 
     reason: str

@@ -10,7 +10,7 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedAWE(Recipe):
-    """FedAvg, but a client starts from the model after the round of its last reply. Updates after absences weigh more.
+    """FedAvg, but each client starts from the result of the round of its last reply. Updates after absences weigh more.
 
     Client k starts at x_k, the global model after the last round in which client k replied. The server stores the
     models x_k. The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.

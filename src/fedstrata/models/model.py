@@ -266,7 +266,7 @@ class Model:
         return self._installed
 
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Install ``params`` themselves and copies of ``buffers`` in a loaded module. Shapes are not checked.
+        """Put the tensors of ``params`` and copies of ``buffers`` into a loaded module. Shapes are not checked.
 
         The module and ``params`` then share memory, so use this method only for passes that do not change parameters.
         The tensors ``params`` must not change until other parameters are loaded or shared.

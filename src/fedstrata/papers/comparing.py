@@ -38,7 +38,7 @@ class Comparison(NamedTuple):
         column: Name of the column in which the claim's row is compared.
         than: Name of the other row, or of the other column.
         alone: The difference, with a 95 % interval for this comparison only.
-        together: The difference, with an interval wider than that of ``alone``. With 95 % confidence, the differences
+        together: The difference, with a wider interval than in ``alone``. With 95 % confidence, the differences
             of all comparisons of the claim lie in these wider intervals.
     """
 

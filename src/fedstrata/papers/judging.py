@@ -158,8 +158,8 @@ class _Case:
             if {self.row, other} <= set(self.table.rows_of(column))
         ]
         if {other for _, (other, _) in places} != set(self.others):
-            problem = f"no column of the table {self.name} has both rows of a comparison in this claim. Set 'row' and "
-            problem += "'than' to rows of this table that share a column."
+            problem = f"no column of the table {self.name} has values in both rows of a comparison in this claim. Set "
+            problem += "'row' and 'than' to rows of this table that share a column."
             raise SpecError(f"{self.claim.paper}/claims", problem, self.claim.statement)
         return places
 
@@ -175,8 +175,8 @@ class _Case:
         """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two introductions: the start of a sentence, which one or two differences complete, and a whole
-                sentence for three or more differences.
+            texts: Two introductions. The first is the start of a sentence that ends with one or two differences.
+                The second is a whole sentence before three or more differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the result that is passed to ``figures``.
             figures: Function that takes the results of both places, and returns the two numbers to compare.

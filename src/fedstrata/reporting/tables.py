@@ -25,7 +25,7 @@ class Row:
         cells: A mapping from the key of each measure to its estimate.
         stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
         kept: A string that names the round of the saved model (see ``kept``); None for the last round.
-        at_once: The keys ``rounds_to_T`` of the default targets T that every run reached in its first evaluated round.
+        at_once: The keys ``rounds_to_T`` for default targets T, if every run reached T in its first evaluated round.
     """
 
     label: str

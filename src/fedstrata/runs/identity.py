@@ -153,7 +153,7 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Raise an error if an experiment must not resume a run, because it differs too much from the run.
+    """Raise an error if an experiment differs too much from a run to resume it.
 
     Args:
         before: The identity of the run, which was read from JSON.

@@ -357,7 +357,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSAnswersState(0.0, 0, AnswersState.empty()) if self.reuse else FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask clients for unknown numbers of samples. Return the requested total, divided by the estimated total."""
+        """Ask for numbers of samples not known yet. Return the requested total, divided by the estimated total."""
         if self.share is not None:
             return self.share, state, {"keep": self.share, **_expected(federation, self.share, clients)}
         known = state.answered if self.reuse else None

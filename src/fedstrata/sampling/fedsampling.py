@@ -99,7 +99,7 @@ class FedSamplingData(DataSampler):
         return AnswersState.empty()
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask clients for unknown numbers of samples, estimate the total ñ, and return the probability K/ñ."""
+        """Ask for numbers of samples that are not known yet, estimate the total ñ, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
         known = state if self.reuse else None

@@ -63,8 +63,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to test the connection to the server.
-        data: Whether to check the site's data too. If False, the refusal of the job in the site's folder is only a
-            warning, because the site may be started for a different job.
+        data: Whether to check the site's data too. If False, and the site would refuse the job in its folder, this
+            is only a warning, because the site may be started for a different job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.

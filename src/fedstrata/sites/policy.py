@@ -240,7 +240,7 @@ class Policy(Setting):
         return f"{values} would be sent without noise. This site allows this only for: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Raise an error if a reply about the data is new, and jobs already received ``surveys`` different replies.
+        """Raise an error if a reply about the data is new, and ``surveys`` different replies were already sent.
 
         Args:
             job: The hash of the job.

@@ -1,4 +1,4 @@
-"""Stop the server or a site. If its folder is KIT, ``stop_fl.sh`` runs ``python -m fedstrata.sites.stop KIT``."""
+"""Stop the server or a site. ``stop_fl.sh`` in the folder KIT runs ``python -m fedstrata.sites.stop KIT``."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class Stratify(Method):
         batch_size: Number of samples in a batch, over all clients. Default: ``training.batch_size``.
         lr_rule: Factor for the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
             (``linear``) or √r (``sqrt``).
-        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1, a batch
-            equals one step of centralised SGD.
+        local_steps: In batch mode, number of steps that each client takes on its part of a batch. With 1, training on
+            a batch is one step of centralised SGD.
         server: Server optimiser in batch mode, whose ``lr`` (default 1) is multiplied by ``training.lr``. Default: SGD
             with the momentum and weight decay of ``training``.
         chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in

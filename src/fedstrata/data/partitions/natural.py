@@ -76,7 +76,7 @@ class SingleClient(Partition):
 
     Args:
         clients: Number of clients: always 1.
-        of: Partition from whose clients the single client gets its samples.
+        of: Partition that creates the clients from which the single client's samples come.
         only: Id (from 0) of the client whose samples are used. Default: the samples of all clients.
     """
 

@@ -127,5 +127,4 @@ class Coefficients(Request):
     def check(self, reply: EncodedReply) -> None:
         """Raise an error if ``reply.reply``, the client's reply to the inner request, is missing."""
         if reply.reply is None:
-            problem = "the client answered PowerSGD's second request without its reply to the method's request"
-            raise ReplyRefusedError(problem)
+            raise ReplyRefusedError("with PowerSGD's second request, the client did not reply to the method's request")

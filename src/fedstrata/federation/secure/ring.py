@@ -230,8 +230,7 @@ class Ring:
             if count > sites * self.counts[name]:
                 raise ReplyRefusedError(f"the sum of {name} is out of range, so a site sent an invalid vector")
         if (scaled := int(total[-1])) > sites * len(self.parts):
-            problem = "sites reported more scaled-down parts than their vectors have, so a site sent an invalid vector"
-            raise ReplyRefusedError(problem)
+            raise ReplyRefusedError("a site sent an invalid vector: more parts are scaled down than there are parts")
         return Total(parts, counts, scaled)
 
 

@@ -84,7 +84,7 @@ def within(points: Curve, place: int, budget: float) -> float | None:
 
     Args:
         points: Points of the run's curve; see ``running.curve``.
-        place: Index at which each point of the curve contains the cost.
+        place: Index of the cost in each point of the curve.
         budget: Maximum cost. Points that cost up to ``FEW_MORE`` times as much are also within the budget.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]

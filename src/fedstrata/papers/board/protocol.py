@@ -88,8 +88,8 @@ class Protocol:
         rates_with_setting: Learning rates to try for entries with a tuned setting in ``grid``.
         spec: Settings that all cells share.
         tuning: Changed settings for tuning trials.
-        partitions: A mapping from the name of each partition of the columns to its settings.
-        availabilities: A mapping from the name of each availability model of the columns to its settings.
+        partitions: A mapping from each partition's name to its settings.
+        availabilities: A mapping from each availability model's name to its settings.
         more: A mapping from the names of additional columns to their settings. An additional column runs only if the
             user names it.
         grid: For each method, a mapping from the tuned setting to the values to try.

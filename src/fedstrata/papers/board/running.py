@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run experiments without a result. Stop when this process cannot run any of the remaining experiments."""
+        """Run the experiments that have no result yet. Stop when this process cannot run any of the others."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))

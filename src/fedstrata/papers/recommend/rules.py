@@ -26,8 +26,8 @@ class Rule(NamedTuple):
     Args:
         key: Name of the property in ``Properties``.
         least: Minimum value of the property (the rule's limit). Limits are conventions: we have not measured at which
-            value a method begins to help. If a rule cites one of our results, the property is at least ``least`` in the
-            setting of this result.
+            value a method begins to help. If a rule cites one of our results, the setting of this result satisfies the
+            rule.
         methods: A mapping from each method to a claim about the method.
     """
 

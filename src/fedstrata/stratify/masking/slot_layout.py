@@ -147,7 +147,7 @@ class SlotLayout:
             ciphertext i. If none of a label's differences is zero, the position is −1.
 
         Raises:
-            FedstrataError: Two entries of the list equal the same label, or an entry equals an unused row of a sheet.
+            FedstrataError: Two entries of the list stand for one label, or an entry equals an unused row of a sheet.
                 The error cannot occur if all parties follow the protocol and use the same key.
         """
         places = np.full(labels, -1, dtype=np.int64)
