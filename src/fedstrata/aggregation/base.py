@@ -40,7 +40,7 @@ class Aggregator(Setting):
     """Whether the averaging weights depend on the number of samples that each client used."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason for needing individual replies, such as "compares updates"; empty if sums over clients are enough.
+    """Why individual replies are needed, as a verb phrase ("compares updates"); empty if sums over clients are enough.
 
     A class must declare this attribute if it overrides a method that reads replies.
     """

@@ -157,7 +157,7 @@ def hold_out(
         assignment, own_validation = split_each(assignment, data, settings.validation, seed, "validation", least=0)
         validation = np.sort(own_validation.indices)
         if everybody and not len(validation):
-            problem = "each client has so few samples that this fraction of them rounds to 0. Use a larger fraction."
+            problem = "no client has enough samples to hold out one sample at this fraction. Use a larger fraction."
             raise SpecError("evaluation.validation", problem, settings.validation)
     split: Split = "train" if brought is None else "test"
     return assignment, HeldOut(validation, own_validation, own_test, split, test_clients, numbers)

@@ -48,8 +48,7 @@ class Metric(Setting):
     """
 
     score_bins: ClassVar[int] = 0
-    """The number of bins in the score histogram of each class that ``of_sums`` uses; 0 if ``of_sums`` does not use
-    score histograms."""
+    """The number of bins in each class's score histogram for ``of_sums``; 0 if ``of_sums`` does not use one."""
 
     confidence_bins: ClassVar[int] = 0
     """The number of bins in the confidence histogram that ``of_sums`` uses; 0 if ``of_sums`` does not use this

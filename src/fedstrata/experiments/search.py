@@ -243,7 +243,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Check the spec and the search space, and return the experiment.
 
-    For each range, the check tries both ends. The other settings have the first value of their ranges.
+    For each range, the check tries both ends, or all choices. The other settings have the first value of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.

@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether clients move too few samples for a batch to another batch (``below = "hold-back"``)."""
+        """Whether a client whose part of a batch is too small adds it to another batch (``hold-back``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -216,7 +216,7 @@ class Training(Setting):
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
             test batches' statistics.
         execution: How sums over clients are computed. ``fused``: one pass covers several clients, if possible.
-            ``per-client``: Stratify's results are also bit-identical in all engines, but training takes longer.
+            ``per-client``: Stratify, too, is bit-identical in all engines, but several times slower.
         threads: Number of threads per PyTorch operation. Results may depend on this number, due to rounding.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
             one process per core if this is faster, otherwise one process.

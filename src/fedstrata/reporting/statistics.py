@@ -151,7 +151,7 @@ def paired_difference(
         baseline: A mapping from each seed to the baseline's value.
         test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
         resolution: The unit to which the values are rounded. The standard deviation of the differences is set to at
-            least the standard deviation of the rounding errors, so equal differences give an interval of length > 0.
+            least the standard deviation of the rounding errors, so no interval has the length 0.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:

@@ -132,7 +132,7 @@ def _check_sites(spec: Experiment) -> None:
             raise SpecError(f"evaluation.{key}", problem, share)
     if spec.privacy.largest is None and spec.privacy.clients is None:
         problem = "is required, because the server does not know the sites' numbers of samples"
-        raise SpecError("privacy.largest", f"{problem}. Set an upper bound that the server and all sites may know.")
+        raise SpecError("privacy.largest", f"{problem}. Set a public upper bound.")
     if spec.privacy.dp is not None and spec.privacy.dp.budget is not None:
         problem = "needs each site's number of samples, but the server learns only the sum of these numbers. Remove "
         problem += "the setting, and let each site set 'budget' in its policy."

@@ -274,7 +274,7 @@ Forms = Mapping[type[Request], Form]
 
 
 class ModelForm:
-    """The layout of replies to requests with a model, which lists the values that a secure sum adds up.
+    """The layout of replies to requests with a model. It lists the values that a secure sum adds up.
 
     Args:
         config: The settings that server and clients share.

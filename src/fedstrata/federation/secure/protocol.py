@@ -45,8 +45,8 @@ The n − m honest sites have fewer than 2(t − m) votes.
 sites that answered ``RevealAll`` have revealed shares of self seeds. Consider an honest site outside U. With the
 colluders' shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only
 colluders reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never
-learns both seeds of an honest site. The pair masks of honest sites in U cancel only in the sum over all these sites. An
-honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
+learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest
+sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
 
 *Suppose that no set is signed t times.* Then only colluders reveal shares of pair seeds. The masks cancel only in the
 sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are honest.

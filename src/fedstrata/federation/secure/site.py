@@ -95,9 +95,9 @@ class _Exchange:
 class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
-    A site that restarts gets new secrets, and joins the next roster. It must keep only ``answered``.
-    Without these hashes, a server could repeat a request to all sites but one. The difference of the two sums would be
-    the vector of this one site.
+    A site that restarts gets new secrets, and joins the next roster. Only ``answered`` must survive a restart. Without
+    these hashes, a server could repeat a request to all sites but one, and the difference of the two sums would be the
+    vector of this one site.
 
     Each method checks and answers one message, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
