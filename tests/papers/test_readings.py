@@ -182,16 +182,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.slow
 def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     found = readings()
-    bias, private = found["fedssar-bias"].values, found["ldp-samples"].values
-    importance = found["importance-bias"].values
-    pages = [DOCS / "results" / "samplers.md", DOCS / "results" / "fedstas.md"]
-    text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in pages).split())
-    for said in [
-        f"90, 5 and 5 clients, the bias of the mean update is {bias['[90, 5, 5]']:.1f} %",
-        f"kept with a mean probability of {private['keep']:.2f}, but the intended probability is 0.10",
-        f"({100 * (importance['drawn'] / importance['mean'] - 1):.0f} % more)",
-    ]:
-        assert said in text, said
+    private = found["ldp-samples"].values["keep"]
+    text = " ".join((DOCS / "results" / "fedstas.md").read_text(encoding="utf-8").split())
+    assert f"kept with a mean probability of {private:.2f}, but the intended probability is 0.10" in text
     differs = files("fedstrata.papers").joinpath("fedstas", "differs.md").read_text(encoding="utf-8")
     differs = " ".join(differs.split())
     assert f"a total ε of {found['ldp'].values['spent']:.1f} on average in 99 rounds" in differs

