@@ -61,7 +61,7 @@ class RequestRule:
         phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an earlier request, which a client must answer before this request. The server sends
-            the earlier request before the first round. Jobs that do not have the earlier request ignore this condition.
+            the earlier request before the first round. This condition does not apply to jobs without that request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. With
             True, the server may send the same request again after a client has failed.

@@ -130,8 +130,8 @@ class Privacy(Setting):
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
         message_range: Maximum absolute value of a prototype's elements (ReBaFL) or of a control variate's change
             (SCAFFOLD) in a secure sum.
-        largest: Maximum number of samples of a client in secure sums. Clients with more samples do not reply. Default:
-            the maximum over all clients. Required if sites use their own data.
+        largest: With secure sums, the maximum number of samples that a client may have. Larger clients do not reply.
+            Default: the maximum over all clients. Required if sites use their own data.
         parties: Minimum number of clients in a secure sum.
     """
 

@@ -64,7 +64,7 @@ def _idle(reply: FitReply) -> bool:
 
 
 class CountsIdle(Objective):
-    """An objective with which some clients may learn nothing; see ``idle_clients``."""
+    """An objective with which the models of some clients may not change; see ``idle_clients``."""
 
     needs_replies = ""
 

@@ -155,7 +155,7 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
     Args:
         sizes: Number of samples n_k of each of the m participants, shape (m,).
-        bound: Bound M on reported numbers. Participants report numbers from 1 to M − 1.
+        bound: Upper bound M: participants report numbers from 1 to M − 1.
         epsilon: Privacy budget ε of a single report.
         draws: Number of simulated estimates.
     """
@@ -178,7 +178,7 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
     Args:
         size: Number of samples n_k, which is equal for all participants.
         participants: Number of participants m.
-        bound: Bound M on reported numbers. Participants report numbers from 1 to M − 1.
+        bound: Upper bound M: participants report numbers from 1 to M − 1.
         epsilon: Privacy budget ε of a single report.
         fraction: Fraction q of the samples that the server wants to keep.
 

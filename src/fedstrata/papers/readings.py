@@ -150,8 +150,8 @@ def _importance() -> Made:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
     text = (
-        f"the average length of a drawn update is {drawn:.1f}. The mean update has the length {mean:.1f}, so a drawn "
-        f"update is {100 * (drawn / mean - 1):.0f} % longer on average"
+        f"the average length of a drawn update is {drawn:.1f}. This is {100 * (drawn / mean - 1):.0f} % more than "
+        f"the length of the mean update, {mean:.1f}"
     )
     return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
@@ -220,8 +220,8 @@ def _limit() -> Made:
     text = (
         f"{few:.3f} with 10 clients of 60 samples each, and {many:.3f} with 10,000 such clients. With 600 samples per "
         f"client, the error is {errors[600][0]:.3f} with 10 clients, and {errors[600][-1]:.3f} with 10,000 clients. "
-        f"The reported number, 600, is clipped to {bound - 1}, so p̃ approaches {clipped:.3f} as the number of clients "
-        "grows"
+        f"The reported number 600 is clipped to {bound - 1}. As the number of clients grows, p̃ therefore approaches "
+        f"{clipped:.3f}"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
     return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]

@@ -347,7 +347,7 @@ class FedSTaSData(DataSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' numbers of samples. With ``share``, return an empty list."""
+        """Return the request for each participant's number of samples. With ``share``, return an empty list."""
         if self.share is not None:
             return []
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]

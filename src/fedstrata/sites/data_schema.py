@@ -352,7 +352,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
             raise SpecError(f"evaluation.{key}", problem + "the server test samples.", getattr(evaluation, key))
     if conceals and empty.task.fits:
         problem = f"statistics of the targets would disclose the sites' {what}, which the method keeps private. "
-        advice = "Set task.mean and task.deviation, and task.edges instead of task.bins."
+        advice = "Set task.mean and task.deviation. Replace task.bins by task.edges."
         raise SpecError("task", problem + advice, empty.task.name)
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
         problem = f"statistics of the samples would disclose the sites' {what}, which the method keeps private"

@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return ``privacy``. If the policy requires more samples, use the policy's ``min_samples`` and ``below``.
+        """Return ``privacy``. If the policy requires more samples, use ``min_samples`` and ``below`` of the policy.
 
         Args:
             privacy: The privacy settings of the spec.

@@ -76,7 +76,7 @@ class SingleClient(Partition):
 
     Args:
         clients: Number of clients: always 1.
-        of: Partition that creates the clients from which the single client's samples come.
+        of: Partition into clients. The single client gets the samples of these clients, or of one of them (``only``).
         only: Id (from 0) of the client whose samples are used. Default: the samples of all clients.
     """
 

@@ -383,7 +383,7 @@ def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, qu
         roster: The roster's hash.
         members: The sites of the roster that take part in its sums (R').
         exchange: The index of the exchange.
-        question: The hash of the request, including the model as the site decoded it.
+        question: The hash of the request and of its model, as the site decoded them.
     """
     return digest("exchange", job, roster, members, exchange, question)
 

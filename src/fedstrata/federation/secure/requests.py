@@ -1,4 +1,4 @@
-"""Requests to clients that contain the messages of the protocol for secure sums."""
+"""Requests that carry the messages of the secure-sum protocol to clients."""
 
 from __future__ import annotations
 

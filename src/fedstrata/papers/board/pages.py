@@ -73,7 +73,7 @@ def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, An
     """Return the results of the board as a dict for the JSON file.
 
     Returns:
-        A dict with the keys ``protocol`` (the protocol's name) and ``columns``. Each column has its sections
+        A dict with the keys ``protocol`` (the protocol's name) and ``columns``. Each column has the sections
         ``partition`` and ``availability``, and a mapping ``methods``. Each method has its ``seeds`` and, in the order
         of the seeds, its accuracies as fractions. Costs are means over the seeds. ``hours`` is the number of core hours
         of all trials and runs of the method.
@@ -133,7 +133,7 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     first = next(iter(ranking.ranks))
     p = "" if ranking.p is None else f" Friedman's test gives p = {ranking.p:.2g}."
     sentences = (
-        f"The picture ranks, by mean accuracy, the {len(ranking.ranks)} methods that finished all seeds in each of "
+        f"The picture ranks, by mean accuracy, the {len(ranking.ranks)} methods whose runs are finished in all these "
         f"{len(complete)} columns.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
         f"With {len(complete)} columns, {_rank_rule(ranking)}.",

@@ -347,4 +347,4 @@ class ShareReport(Request):
         """Raise ``ReplyRefusedError`` if a fraction represents less than one sample, or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
-            raise ReplyRefusedError("a fraction of samples is above 1, or represents less than one sample")
+            raise ReplyRefusedError("a fraction of samples is above 1, or so small that it is less than one sample")
