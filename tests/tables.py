@@ -96,7 +96,7 @@ An *engine* decides where clients run. All engines handle the same requests in t
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | sites of NVFlare, which send messages to each other only through the server |
 
-Each row names all engines on which its case can happen. Words in brackets name the fault, or
+Each row names all engines to which its case applies. Words in brackets name the fault, or
 give the number of values in the reply.
 
 :::{dropdown} All cases

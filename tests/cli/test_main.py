@@ -103,7 +103,7 @@ def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
             ["run", "--resume", "nowhere"],
             "--resume = 'nowhere': is not a run folder, because it does not contain spec.toml",
         ),
-        (["run", "--resume", "x", "--out", "y"], "--resume = 'x': uses the spec and the folder of the run"),
+        (["run", "--resume", "x", "--out", "y"], "--resume = 'x': cannot be combined with SPEC or --out"),
         (["partition", "--set", "partition.alpha=0"], "partition.alpha = 0: must be greater than"),
         (["compare", "--methods", "fedavgg"], "--methods = 'fedavgg': is not a known method or label"),
         (

@@ -208,9 +208,9 @@ class Schema(Setting):
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Do not set both ``ignore`` and ``features``.
-        test: Test fraction of each client's rows (of all rows if ``client`` is not set), stratified by class.
-            Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true`` for
-            test and ``false`` for train).
+        test: Fraction of each client's rows (of all rows if ``client`` is not set) used for testing, stratified by
+            class. Alternatively, the name of a column that marks each row as ``test`` or ``train`` (or as ``true``
+            for test and ``false`` for train).
         delimiter: Cell separator of CSV files.
     """
 

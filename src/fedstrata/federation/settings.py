@@ -127,7 +127,7 @@ class Privacy(Setting):
             the run.
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
             down.
-        buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
+        buffer_range: With secure sums, the maximum absolute change of a BatchNorm statistic during a client's training.
         message_range: Maximum absolute value of a prototype's elements (ReBaFL) or of a control variate's change
             (SCAFFOLD) in a secure sum.
         largest: With secure sums, the maximum number of samples that a client may have. Larger clients do not reply.

@@ -139,7 +139,7 @@ class _Case:
         self.other = f"`{self.others[0]}`" if len(self.others) == 1 else "each baseline"
         """The name of the other row or rows, as it appears in texts about the claim."""
         self.both = f"`{self.row}` and {self.other}"
-        self.instead = f"With `{self.row}` instead of {self.other.replace('each', 'a')}"
+        self.instead = f"With `{self.row}` instead of {self.other.replace('each baseline', 'the baseline in brackets')}"
         """Two phrases about the compared rows, which appear in texts about the claim."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
@@ -396,7 +396,8 @@ def _sooner(case: _Case) -> Judgement:
 
     goal = "the same accuracy (the best accuracy of the weaker run)"
     texts = (
-        f"{case.instead}, the number of rounds to reach {goal} changes by",
+        "The runs' goal is the best accuracy of the weaker run. "
+        f"{case.instead}, the number of rounds to reach this goal changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",
     )
     return case.judged(texts, case.places(), "curve", rounds, "below", "rounds")

@@ -82,7 +82,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     _check_method(spec.method, config)
     if dp.noise_from == "sites" and isinstance(getattr(spec.method, "client_sampler", None), Poisson):
         problem = (
-            "invites a random number of clients, so a sum may have too few clients. Use client_sampler = 'uniform' or "
+            "invites a random number of clients, sometimes too few for a secure sum. Use client_sampler = 'uniform' or "
             "'all'."
         )
         raise SpecError("method.client_sampler", problem, "poisson")

@@ -184,7 +184,7 @@ class Site:
         """
         own, sites, threshold = self._own, len(roster.packages), roster.threshold
         if own is None:
-            raise RefusedError("package", "the site has not created keys for a roster")
+            raise RefusedError("package", "the site received a roster (list of sites) before it had created its keys")
         self._require("package", not own.dealt, "the site's keys were already used in a roster")
         self._require("package", own.package in roster.packages, "the roster does not contain the site's newest keys")
         self._require("order", roster.names == sorted(roster.names), "the roster is not sorted by site names")
