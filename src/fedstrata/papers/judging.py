@@ -300,7 +300,8 @@ def _margin(case: _Case) -> Judgement:
     """
     ((mine, theirs),) = case.places()
     published = [float(margin) for margin in case.about["published"]]
-    margins = f"margin is {' or '.join(map(signed, published))} points (accuracy of `{mine[0]}` minus `{theirs[0]}`)"
+    pair = f"the accuracy of `{mine[0]}` minus the accuracy of `{theirs[0]}`"
+    margins = f"margin is {' or '.join(map(signed, published))} points ({pair})"
     margins = f"The paper leaves open whether its {margins}" if len(published) > 1 else f"The paper's {margins}"
     command = f"fedstrata reproduce {case.name}"
 
