@@ -48,7 +48,7 @@ BAD = {
     "clipping with SCAFFOLD": ('method = "scaffold"\n[training]\nclip = 1.0', "training.clip = 1.0 (s.toml, line 3): SCAFFOLD's control variates require unclipped gradients. Remove the key."),
     "more strata than clients": ('[method]\nname = "fedsts"\nstrata = 200', "method.strata = 200 (s.toml, line 3): the partition has 100 clients. Use at most 100."),
     "a missing trace": ('[availability]\nname = "trace"\nfile = "no.csv"', "availability.file = 'no.csv' (s.toml, line 3): the file does not exist. Give a CSV file with the columns 'client', 'first' and 'last'."),
-    "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv' (s.toml, line 3): is not a valid trace of availability: line 2 must have three integers. Correct the file."),
+    "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv' (s.toml, line 3): is not a valid trace of availability (line 2 must have three integers). Correct the file."),
     "groups that do not fit": ('[availability]\nname = "groups"\ngroups = [{ clients = 3, p = 0.5 }]', "availability.groups (s.toml, line 3): the groups have 3 clients in total, but partition.clients is 100. Make both numbers equal."),
     "p over 1": ('[availability]\nname = "bernoulli"\np = 1.5', "availability.p = 1.5 (s.toml, line 3): must be less than or equal to 1."),
     "a target over 1": ("[evaluation]\ntargets = [2]", "evaluation.targets = [2] (s.toml, line 2): 2.0 is not between 0 (excluded) and 1. Use fractions, such as [0.02]."),
@@ -92,7 +92,7 @@ def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
     ("arguments", "message"),
     [
         (["run", "missing.toml"], "spec = 'missing.toml': the file does not exist"),
-        (["run", "."], "spec = '.': cannot be read: Is a directory. Give the path of a TOML file."),
+        (["run", "."], "spec = '.': cannot be read (Is a directory). Give the path of a TOML file."),
         (["run", "--set", "training.rounds"], "--set = 'training.rounds': must have the form section.key=value"),
         (["run", "--set", "=1"], "--set = '=1': must have the form section.key=value"),
         (["run", "--set", "training.rounds=many"], "training.rounds = 'many': must be an integer"),

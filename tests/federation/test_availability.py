@@ -107,17 +107,17 @@ def test_trace(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("client,from,to\n0,1,2\n", "is not a valid trace of availability: line 1 must be 'client,first,last'"),
-        ("", "is not a valid trace of availability: line 1 must be 'client,first,last'"),
-        ("client,first,last\n0,1,2\n1,x,2\n", "is not a valid trace of availability: line 3 must have three integers"),
-        ("client,first,last\n0,1\n", "is not a valid trace of availability: line 2 must have three integers"),
+        ("client,from,to\n0,1,2\n", r"not a valid trace of availability \(line 1 must be 'client,first,last'"),
+        ("", r"not a valid trace of availability \(line 1 must be 'client,first,last'"),
+        ("client,first,last\n0,1,2\n1,x,2\n", r"not a valid trace of availability \(line 3 must have three integers"),
+        ("client,first,last\n0,1\n", r"not a valid trace of availability \(line 2 must have three integers"),
         (
             "client,first,last\n0,3,2\n",
-            "is not a valid trace of availability: the columns of line 2 must satisfy 1 <= first <= last",
+            r"not a valid trace of availability \(the columns of line 2 must satisfy 1 <= first <= last",
         ),
         (
             "client,first,last\n0,0,2\n",
-            "is not a valid trace of availability: the columns of line 2 must satisfy 1 <= first <= last",
+            r"not a valid trace of availability \(the columns of line 2 must satisfy 1 <= first <= last",
         ),
         (b"\x80\xff\x00", "is not a valid trace of availability"),
     ],

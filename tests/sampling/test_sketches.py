@@ -78,7 +78,7 @@ def test_packing_loses_nothing(length, centres, seed):
     ids=["no such centre", "too short", "too short, unpacked", "no such centre, unpacked"],
 )
 def test_codes_that_do_not_fit_are_refused(packed, centres, length):
-    with pytest.raises(ValueError, match=f"do not fit {length} coordinates and {centres} centres"):
+    with pytest.raises(ValueError, match=f"do not match {length} coordinates and {centres} centres"):
         restore(np.arange(centres, dtype=np.float32), np.array(packed, dtype=np.uint8), length)
 
 

@@ -299,7 +299,7 @@ def test_one_from_python_is_checked_before_anything_is_written(tmp_path):
 def test_in_another_process_the_spec_names_them():
     with pytest.raises(
         SpecError,
-        match=r"callbacks = 'nvflare': this engine runs the rounds in another process, which cannot call objects",
+        match=r"callbacks: the engine 'nvflare' runs the rounds in another process, which cannot call Python objects",
     ):
         fs.run(spec(), engine="nvflare", callbacks=[fs.KeepBest()])
 

@@ -290,7 +290,7 @@ class StratumMean(Aggregator):
 
 
 class HorvitzThompson(Aggregator):
-    """An unbiased estimate of all clients' mean update, for draws of known probability (Horvitz, Thompson 1952).
+    """An unbiased estimate of the mean update of all clients, for draws of known probability (Horvitz, Thompson 1952).
 
     The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, and client k was drawn
     draws_k times. There were m_h draws from stratum h, and each of these draws picked client k with probability p_k.

@@ -89,10 +89,10 @@ def carry_out(
         watchers = [callback for callback in callbacks if not isinstance(callback, Callback)]
         if len(watchers) < len(callbacks):
             problem = (
-                "this engine runs the rounds in another process, which cannot call objects of this process. "
-                "Set the callbacks in the spec."
+                f"the engine {engine!r} runs the rounds in another process, which cannot call Python objects of this "
+                "process. Set the callbacks in the spec."
             )
-            raise SpecError("callbacks", problem, engine)
+            raise SpecError("callbacks", problem)
         simulate = outer.load("sites.simulator:simulate")
         history: History = simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]
         return history

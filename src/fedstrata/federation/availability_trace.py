@@ -39,7 +39,7 @@ class Trace(Availability):
         except (OSError, RuntimeError, ValueError, csv.Error) as error:
             # expanduser raises RuntimeError for an unknown user.
             raise SpecError(
-                "file", f"is not a valid trace of availability: {error}. Correct the file.", self.file
+                "file", f"is not a valid trace of availability ({error}). Correct the file.", self.file
             ) from None
         return self
 

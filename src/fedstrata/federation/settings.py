@@ -114,8 +114,8 @@ class Privacy(Setting):
     spec does.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes a value that it sends, such as an update or
-            a column's mean.
+        min_samples: Minimum number of samples that a client must use for each value that it sends, such as an update
+            or a column's mean.
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
             client adds these samples to a neighbouring batch. ``refuse``: the client does not reply until the epoch
             ends.

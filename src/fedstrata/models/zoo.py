@@ -90,7 +90,7 @@ class CNN(ModelSpec):
 
     Args:
         channels: Number of channels of each convolution. For CIFAR-10, ReBaFL uses ``[16, 32, 64]``.
-        hidden: Width of the hidden layer: the number of the model's features.
+        hidden: Width of the hidden layer, whose outputs are the model's features.
     """
 
     channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32)

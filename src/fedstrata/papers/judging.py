@@ -300,7 +300,8 @@ def _margin(case: _Case) -> Judgement:
     """
     ((mine, theirs),) = case.places()
     published = [float(margin) for margin in case.about["published"]]
-    margins = f"margin of `{mine[0]}` over `{theirs[0]}` is {' or '.join(map(signed, published))} points"
+    pair = f"the accuracy of `{mine[0]}` minus the accuracy of `{theirs[0]}`"
+    margins = f"margin is {' or '.join(map(signed, published))} points ({pair})"
     margins = f"The paper leaves open whether its {margins}" if len(published) > 1 else f"The paper's {margins}"
     command = f"fedstrata reproduce {case.name}"
 
@@ -326,7 +327,7 @@ def _margin(case: _Case) -> Judgement:
 def _gains(case: _Case) -> Judgement:
     """Judge whether a row's gain in accuracy over another row is larger in the first column than in the second."""
     more, less = case.columns
-    text = f"In the setting `{more}` instead of `{less}`, the gain of `{case.row}` over {case.other} changes by"
+    text = f"From the setting `{less}` to the setting `{more}`, the gain of `{case.row}` over {case.other} changes by"
 
     def judge(metric: str) -> Judgement:
         gains = []

@@ -124,7 +124,9 @@ def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats
     """
     codes = np.stack([packed >> 4, packed & 15], axis=1).ravel()[:length] if len(centres) <= 16 else packed
     if len(codes) != length or (length and codes.max() >= len(centres)):
-        raise ValueError(f"the codes ({len(packed)} bytes) do not fit {length} coordinates and {len(centres)} centres")
+        raise ValueError(
+            f"the codes ({len(packed)} bytes) do not match {length} coordinates and {len(centres)} centres"
+        )
     restored: Floats32 = centres[codes]
     return restored
 

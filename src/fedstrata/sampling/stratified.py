@@ -109,8 +109,8 @@ class Stratified(ClientSampler):
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
-            paper. ``systematic``: clients at equal distances in a list, so that each client's probability is known
-            (Madow 1949).
+            paper. ``systematic``: clients are drawn in equal steps along a list, so that each client's probability is
+            known (Madow 1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least 1. ``proportional``: in proportion to the stratum's

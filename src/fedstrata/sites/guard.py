@@ -421,7 +421,7 @@ class Guard:
         if relay_id == self._relay_over:
             raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched the model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
-            problem = "the server could read the models of the relay, but this site allows only direct relays"
+            problem = "this site allows only relays from site to site, but the server could read this relay's models"
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:

@@ -690,7 +690,7 @@ class SiteRun:
 
     def _next(self, exchange: int) -> None:
         if exchange <= self._exchange:
-            raise WireError(f"exchange {exchange} is no longer needed: the last exchange was {self._exchange}")
+            raise WireError(f"exchange {exchange} came after exchange {self._exchange}, but the numbers must increase")
         self._exchange = exchange
 
     def _request(self, client: ClientId, request: object) -> Request:

@@ -232,7 +232,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         raise SpecError(key, "the file does not exist. Give the path of a TOML file.", str(path)) from None
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or error
-        raise SpecError(key, f"cannot be read: {problem}. Give the path of a TOML file.", str(path)) from None
+        raise SpecError(key, f"cannot be read ({problem}). Give the path of a TOML file.", str(path)) from None
     try:
         return parse_toml(text)
     except ValueError as error:

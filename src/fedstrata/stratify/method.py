@@ -75,8 +75,8 @@ class Stratify(Method):
             a batch is one step of centralised SGD.
         server: Server optimiser in batch mode, whose ``lr`` (default 1) is multiplied by ``training.lr``. Default: SGD
             with the momentum and weight decay of ``training``.
-        chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
-            single-sample mode. Larger chunks mean fewer transfers of the model.
+        chunk_size: In single-sample mode, number of consecutive labels in a *chunk*. The server chooses the clients of
+            a chunk together. Larger chunks mean fewer transfers of the model.
         retain: Of the clients with a label, the fraction that may train on it within a chunk, in single-sample mode.
             Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half the rounds.

@@ -127,4 +127,4 @@ class Coefficients(Request):
     def check(self, reply: EncodedReply) -> None:
         """Raise an error if ``reply.reply``, the client's reply to the inner request, is missing."""
         if reply.reply is None:
-            raise ReplyRefusedError("with PowerSGD's second request, the client did not reply to the method's request")
+            raise ReplyRefusedError("the client answered PowerSGD's second request, but not the method's request")
