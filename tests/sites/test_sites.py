@@ -733,7 +733,7 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
     [
         ({"x_train": X}, "b.npz lacks the arrays y_train, and has only x_train", "these arrays are missing: y_train"),
         ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9], ", "shape: data.shape is [1, 8"),
-        ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are out of range"),
+        ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are out of"),
         ({"x_train": X, "y_train": np.full(4, -1)}, "y_train: -1 is not a class. ", "Use 0…9, because data.classes"),
         ({"x_train": X, "y_train": Y[:3]}, "one integer for each of 4", "one integer for each sample"),
         ({"x_train": X, "y_train": np.full(4, "a")}, "y_train: is of type <U1", "y_train: must have one integer"),
