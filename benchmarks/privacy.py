@@ -108,7 +108,7 @@ def tables(done: dict[str, Any]) -> str:
         group.setdefault((one["clients"], one["min_samples"]), []).append(one)
     seeds = max(len(group) for group in cells.values())
     lines = [
-        "**Number of samples in a client's gradient** if `min_samples` is not set. "
+        "**Percentage of clients' gradients that are computed from few samples**, if `min_samples` is not set. "
         f"All tables show means ± standard deviations over {seeds} seeds."
     ]
     lines += [

@@ -297,7 +297,7 @@ def test_statistics_of_batches(tmp_path: Path) -> None:
         assert accuracy(predictor, IMAGES["x_test"], IMAGES["y_test"]) == history.final_accuracy
     assert all(torch.equal(w, before[name]) for name, w in predictor.module.state_dict().items())
     assert not any(part.training for part in predictor.module.modules())
-    with pytest.raises(DataError, match=r"has one sample, .*batch_norm = 'local'.*Give several samples at once"):
+    with pytest.raises(DataError, match=r"has only one sample\. .*batch_norm = 'local'.*Give several samples at once"):
         predictor.predict(IMAGES["x_test"][:1])
     # Without BatchNorm the setting means nothing.
     plain = fs.prepare(spec(training={"batch_norm": "local"}))

@@ -178,7 +178,7 @@ def test_an_attack_is_not_deployed(tmp_path: Path, attack: str) -> None:
 @pytest.mark.parametrize(
     ("privacy", "evaluation", "sites", "problem"),
     [
-        ({}, {}, "", r"privacy\.sums = 'secure': the server has no test samples, so sites would send metrics"),
+        ({}, {}, "", r"privacy\.sums = 'secure': the server needs its own test samples"),
         ({}, {}, "server.data = 't.csv'", r"privacy\.largest: is required, because the server"),
         (
             {"largest": 9},

@@ -733,7 +733,7 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
     [
         ({"x_train": X}, "b.npz lacks the arrays y_train, and has only x_train", "these arrays are missing: y_train"),
         ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9], ", "shape: data.shape is [1, 8"),
-        ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are not"),
+        ({"x_train": X, "y_train": np.full(4, 10)}, "y_train: 10 is not a class. ", "y_train: some labels are out of"),
         ({"x_train": X, "y_train": np.full(4, -1)}, "y_train: -1 is not a class. ", "Use 0…9, because data.classes"),
         ({"x_train": X, "y_train": Y[:3]}, "one integer for each of 4", "one integer for each sample"),
         ({"x_train": X, "y_train": np.full(4, "a")}, "y_train: is of type <U1", "y_train: must have one integer"),
@@ -1136,5 +1136,5 @@ def test_hops_without_a_model_are_refused(sites: Callable[..., Sites]) -> None:
     made = sites(_spec("sfl"))
     made.engine.restore(0)
     hop = Hop(1, 1, 0, 0, SizeReport(1, 0, 1.0), "", 0, None, True)
-    with pytest.raises(FedstrataError, match="the message for a hop does not contain the model"):
+    with pytest.raises(FedstrataError, match="a request that asks for the model back must contain the model"):
         read(made.site_servers["a"].call(SERVER, records.encode(Envelope([], hop))), Hopped)

@@ -142,7 +142,9 @@ class Statistics(Message):
         if other.samples > MOST:
             raise DataError(f"the statistics cover {other.samples} samples, but the limit is {MOST}")
         if any(float(table[:, 1].sum()) > other.samples for table in tables):
-            raise DataError(f"in a column, the counts of all values add up to more than the {other.samples} samples")
+            raise DataError(
+                f"in one column, the counts of the values add up to more than the number of samples ({other.samples})"
+            )
         some = other.count[: len(other.low)] > 0
         low, high = other.low[some], other.high[some]
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):

@@ -209,7 +209,7 @@ with warnings.catch_warnings():
                     wrong = int(y.max()) if int(y.min()) >= 0 else int(y.min())
                     accepted = f"Use 0…{self.classes - 1}, because data.classes = {self.classes}."
                     error = DataError(f"y_{part}: {wrong} is not a class. {accepted}")
-                    raise error.publicly(f"y_{part}: some labels are not classes. {accepted}")
+                    raise error.publicly(f"y_{part}: some labels are out of range. {accepted}")
                 span = self.range or (-math.inf, math.inf)
                 for end in (float(x.min()), float(x.max())):
                     if not span[0] <= end <= span[1]:

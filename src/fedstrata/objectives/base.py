@@ -133,7 +133,7 @@ class Objective(Setting):
     """A sentence, without a full stop, that says why clients must use SGD; empty if they may use any optimiser."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs each reply, such as "compares updates"; empty if sums of ``summands`` are enough.
+    """The reason why the server needs individual replies, such as "compares updates"; empty if it needs only sums.
 
     A subclass that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
     """

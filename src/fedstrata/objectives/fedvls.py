@@ -56,7 +56,7 @@ class Vacant(Distilled):
     L_sup includes samples of class c, and vacant classes have the prior 10⁻⁹ in L_cal.
 
     Args:
-        distillation: Weight λ of the distillation from the global model for vacant classes.
+        distillation: Weight λ of the vacant-class distillation, whose teacher is the global model.
         suppression: Weight β of the penalty on logits of all classes except the true class.
     """
 

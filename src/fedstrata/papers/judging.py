@@ -158,9 +158,7 @@ class _Case:
             if {self.row, other} <= set(self.table.rows_of(column))
         ]
         if {other for _, (other, _) in places} != set(self.others):
-            problem = (
-                "no column of this claim has both rows of a comparison. Set 'row' and 'than' to rows of the table "
-            )
+            problem = "this claim compares rows that do not share a column. Set 'row' and 'than' to rows of the table "
             problem += f"{self.name} that share a column."
             raise SpecError(f"{self.claim.paper}/claims", problem, self.claim.statement)
         return places
@@ -285,7 +283,7 @@ def _near(case: _Case) -> Judgement:
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
     texts = (
-        f"Compared with `{reference}`, the accuracy of `{row}` changes by",
+        f"Compared with `{reference}`, the accuracy of `{row}` differs by",
         f"In each setting, we compare the accuracy of `{row}` with its accuracy in the setting `{reference}`.",
     )
     return case.by_metrics(lambda metric: case.judged(texts, places, metric))

@@ -94,15 +94,15 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
 
 @_reading(
     "stratify-weights",
-    "We assume uniform selection and a cap of 500 samples per label. Per epoch, a sample is used on average",
+    "We assume uniform selection and a cap of 500 samples per label. On average, a sample is used",
 )
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
-        f"{uses[0]:.2f} times at a client with 900 samples of the label, and {uses[1]:.2f} times at a client with 100 "
-        f"samples. If both clients have 500 samples, a sample is used {even[0]:.2f} times on average at one client, "
-        f"and {even[1]:.2f} times at the other"
+        f"{uses[0]:.2f} times per epoch at a client with 900 samples of a label, and {uses[1]:.2f} times at a client "
+        f"with 100 samples. If both clients have 500 samples, a sample is used {even[0]:.2f} times on average at one "
+        f"client, and {even[1]:.2f} times at the other"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]

@@ -294,8 +294,10 @@ class Predictor:
         data = self._samples(x)
         n, device = len(data.y_test), next(self.module.parameters()).device
         if self._batch_statistics and n == 1:
-            problem = "has one sample, but this model was trained with batch_norm = 'local' and normalises each batch"
-            raise DataError(f"x {problem} with the statistics of the batch. Give several samples at once.")
+            problem = (
+                "x has only one sample. This model was trained with batch_norm = 'local', and computes its BatchNorm"
+            )
+            raise DataError(f"{problem} statistics from x. Give several samples at once.")
         # Make batches of nearly equal size, as evaluation in a run does, so that the last batch is never a single
         # sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()

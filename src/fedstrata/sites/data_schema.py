@@ -273,8 +273,8 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     evaluation = spec.evaluation
     if test is None and spec.privacy.sums == "secure":
         problem = (
-            "the server has no test samples, so sites would send metrics, but they may send only sums. Give the server "
-            "test samples (server.data in sites.toml)."
+            "the server needs its own test samples, because sites may not send metrics with this setting. Set "
+            "server.data in sites.toml to a file of test samples."
         )
         raise SpecError("privacy.sums", problem, spec.privacy.sums)
     empty, task = _empty(spec.data, task_of(spec)), task_of(spec)

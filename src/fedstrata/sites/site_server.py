@@ -632,7 +632,7 @@ class SiteRun:
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
         if hop.back and hop.weights is None:
-            raise WireError("the message for a hop does not contain the model")
+            raise WireError("a request that asks for the model back must contain the model")
         self.guard.begin_exchange()
         try:
             self.guard.hop(hop.relay_id, back=hop.back, brought=hop.weights is not None and hop.base >= 0)

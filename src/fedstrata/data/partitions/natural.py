@@ -69,7 +69,7 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """A single client trains on samples from another partition scheme, as a baseline for federated training.
+    """A single client trains on the samples of one or all clients, as a baseline for federated training.
 
     For centralised training, the single client has the samples of all clients of the partition set in ``of``. For local
     training, the single client has the samples of one client of this partition.

@@ -104,7 +104,8 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
     sizes = [_length(shape, dtype) for parts in forms.values() for shape, dtype in parts.values()]
     if packed.dtype != torch.uint8 or packed.shape != (sum(sizes),):
         raise ReplyRefusedError(
-            f"the payload has shape {tuple(packed.shape)} and type {packed.dtype}, but must have {sum(sizes)} bytes"
+            f"the payload has shape {tuple(packed.shape)} and type {packed.dtype}, but must have shape "
+            f"{(sum(sizes),)} and type torch.uint8"
         )
     pieces = iter(torch.split(packed, sizes))
     payload = {
