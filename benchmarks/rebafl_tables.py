@@ -528,7 +528,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines += [
         "Each accuracy is for one pair of classes: only the logits of the two classes are compared. *Together* is the",
         "mean over pairs that occur together at a client, and *apart* is the mean over all other pairs. The last",
-        "column is the percentage of all errors in which the two confused classes do not occur together at a client.",
+        "column counts errors between two classes that do not occur together at any client, in % of all errors.",
         "",
         "| table | method | seed | together | apart | errors between classes apart |",
         "|---|---|---|---|---|---|",

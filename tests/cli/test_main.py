@@ -342,7 +342,7 @@ def test_data_in_the_home_of_an_unknown_user(capsys, monkeypatch):
     monkeypatch.setenv("FEDSTRATA_DATA", "~nobodyx/x")
     assert main(["datasets"]) == 2
     assert capsys.readouterr().err == (
-        "fedstrata: error: FEDSTRATA_DATA = '~nobodyx/x': begins with the home directory of an unknown user. Set FEDSTRATA_DATA to the path of a folder.\n"
+        "fedstrata: error: FEDSTRATA_DATA = '~nobodyx/x': the user after '~' does not exist. Set FEDSTRATA_DATA to the path of a folder.\n"
     )
 
 

@@ -111,7 +111,7 @@ def test_ranges_say_what_specs_can_hold():
 @pytest.mark.parametrize(
     ("space", "changes", "message"),
     [
-        ({}, {}, r"--search: is required for a search\. Give a setting and its range, such as"),
+        ({}, {}, r"--search: is required, but not given\. Give a setting and its range, such as"),
         ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: is required, because a sweep"),
         ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: must be greater than 0"),
         ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: is not a known key"),

@@ -35,7 +35,7 @@ def folders() -> list[Path]:
     except RuntimeError:
         raise SpecError(
             "FEDSTRATA_DATA",
-            "begins with the home directory of an unknown user. Set FEDSTRATA_DATA to the path of a folder.",
+            "the user after '~' does not exist. Set FEDSTRATA_DATA to the path of a folder.",
             variable,
         ) from None
     return [*named, Path.home() / ".cache" / "fedstrata"]

@@ -44,8 +44,8 @@ class Column(Setting):
     """The type and preparation of a feature column.
 
     Args:
-        type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default:
-            follows from other keys such as ``categories``, or is guessed from the cells (``number`` in deployments).
+        type: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default, keys such as
+            ``categories`` determine the type. Otherwise, it is guessed from the cells, or is ``number`` in deployments.
         unit: Unit of the numbers, such as ``mm``, shown in error messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.

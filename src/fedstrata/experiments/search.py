@@ -250,7 +250,7 @@ def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """
     if not space:
         raise SpecError(
-            "--search", "is required for a search. Give a setting and its range, such as training.lr=log:0.001..0.5."
+            "--search", "is required, but not given. Give a setting and its range, such as training.lr=log:0.001..0.5."
         )
     first = {key: span.ends[0] for key, span in space.items()}
     for settings in [first, *({**first, key: end} for key, span in space.items() for end in span.ends[1:])]:

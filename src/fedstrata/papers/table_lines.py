@@ -151,8 +151,8 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
         line += (
             f" We repeated {len(repeated)} of these runs with the current version, for the first {rounds} rounds. "
-            f"The accuracies changed by at most {points} points. The table leaves out runs with a change of more than "
-            "one point."
+            f"The accuracies changed by at most {points} points. The table leaves out runs whose accuracy changed by "
+            "more than one point."
         )
     return ["", line]
 

@@ -109,7 +109,7 @@ def _check_method(method: Method, config: FederationConfig) -> None:
     if type(sampler) not in (Uniform, Poisson, Everyone) or getattr(sampler, "replacement", False):
         problem = (
             "ε is valid only for draws without replacement that do not depend on what clients send. Use "
-            "client_sampler = 'poisson', 'uniform' or 'all', without replacement."
+            "client_sampler = 'poisson' or 'all', or 'uniform' without replacement."
         )
         raise SpecError("method.client_sampler", problem, sampler.name)
     if type(data) is not AllData:

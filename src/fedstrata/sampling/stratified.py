@@ -106,7 +106,7 @@ class Stratified(ClientSampler):
             ``asked`` if ``refresh = "all"``, otherwise ``updates``.
         compared: Values by which clients are compared: the compressed gradient (``restored``), as in the paper, or only
             its d' distinct values (``centroids``), as in FedSTaS's code.
-        start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
+        start: Initial centres of k-means. ``random``: random gradients, as in the paper. Default: ``k-means++``.
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
             paper. ``systematic``: clients are drawn in equal steps along a list, so that each client's probability is

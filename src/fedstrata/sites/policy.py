@@ -207,7 +207,7 @@ class Policy(Setting):
             raise RuleError("policy.client_noise", f"this site requires {required}. The noise of the job is {noise:g}")
         if colluding is not None and colluding < self.colluding:
             problem = f"this site requires privacy.clients.colluding = {self.colluding} or more"
-            raise RuleError("policy.colluding", f"{problem}. The value of the job is {colluding}")
+            raise RuleError("policy.colluding", f"{problem}. The job has colluding = {colluding}")
 
     @property
     def requires_dp(self) -> bool:

@@ -163,7 +163,7 @@ def test_weights_and_counts_out_of_range_are_withheld_without_their_value() -> N
         (0, 2**32 - 2 * (LARGEST // 3) - 1, "the sum of x"),
         (0, 2**31, "the sum of x"),
         (1, 19, "the sum of n"),
-        (2, 3, "more parts are scaled down than"),
+        (2, 3, "its count of scaled parts is larger"),
     ],
 )
 def test_a_sum_that_two_sites_cannot_have_is_refused(place: int, word: int, problem: str) -> None:

@@ -134,9 +134,9 @@ class Given(Partition):
 
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
-        file: A ``.npz`` file that replaces ``indices``. The path is relative to the spec or the working directory. The
-            file's array ``indices`` contains the samples client by client. Its array ``offsets`` contains the position
-            in ``indices`` at which each client begins, followed by the length of ``indices``.
+        file: A ``.npz`` file that replaces ``indices``. fedstrata searches for a relative path in the spec's folder,
+            then in the working directory. The file's array ``indices`` contains the samples client by client. Its array
+            ``offsets`` contains each client's first position in ``indices``, followed by the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -230,7 +230,8 @@ class Ring:
             if count > sites * self.counts[name]:
                 raise ReplyRefusedError(f"the sum of {name} is out of range, so a site sent an invalid vector")
         if (scaled := int(total[-1])) > sites * len(self.parts):
-            raise ReplyRefusedError("a site sent an invalid vector: more parts are scaled down than there are parts")
+            problem = "its count of scaled parts is larger than its number of parts"
+            raise ReplyRefusedError(f"a site sent an invalid vector: {problem}")
         return Total(parts, counts, scaled)
 
 
