@@ -210,7 +210,7 @@ class Objective(Setting):
     # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply that the objective needs as sums, in addition to the aggregator's parts."""
+        """Return the parts of a reply whose sums the objective needs. The aggregator names its own parts."""
         return {}
 
     def server_update_sums(
@@ -266,7 +266,7 @@ class Objective(Setting):
         return received
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Add values that stay constant during the client's training to ``context.derived``."""
+        """Add to ``context.derived`` the values that stay constant during the client's training."""
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:

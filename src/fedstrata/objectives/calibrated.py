@@ -90,7 +90,7 @@ Missing = Literal["excluded", "one"]
 
 
 class Calibrated(PerSample):
-    """Cross-entropy on the logits scale · z + shift. Subclasses compute scale and shift from class counts."""
+    """Cross-entropy of the logits ``scale * z + shift``. Subclasses compute scale and shift from class counts."""
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -148,7 +148,7 @@ class LogitMargins(CountsIdle, Calibrated):
     missing: Missing = "excluded"
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return None as the scale, and the negative margins as the shift."""
+        """Return None as the scale, and the negated margins as the shift."""
         margins = self.tau * counts.clamp(min=1) ** -0.25
         return None, torch.where(counts > 0, -margins, EXCLUDED) if self.missing == "excluded" else -margins
 

@@ -45,8 +45,8 @@ class Vacant(Distilled):
     - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. L_cal
       is the loss of balanced softmax, which leaves out vacant classes.
 
-    - L_sup = Σ_c p(c) log mean e^{z_c} is the loss of logit suppression. The mean is over the samples of the batch that
-      do not belong to class c. The suppression lowers a sample's logits for all classes except its own.
+    - L_sup = Σ_c p(c) log m_c is the loss of logit suppression, where m_c is the mean of e^{z_c} over the batch's
+      samples of other classes. The suppression lowers a sample's logits for all classes except its own.
 
     - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares two softmaxes over the vacant
       classes only: p̂ is computed from the global model's logits, and q̂ from the client's logits.

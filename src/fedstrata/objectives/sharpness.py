@@ -73,7 +73,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """The description of the other objective's message, in subclasses that combine two objectives."""
+        """In subclasses that combine two objectives, the description of the other objective's message."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:

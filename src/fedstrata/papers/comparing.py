@@ -98,7 +98,7 @@ def compared(
 
     Args:
         values: Results of the first row, as a mapping from seeds to numbers.
-        baseline: Results to subtract, which are those of the second row, as a mapping from seeds to numbers.
+        baseline: Results of the second row, which are subtracted, as a mapping from seeds to numbers.
         together: Number of intervals that must hold simultaneously with 95 % confidence.
         unit: Unit of the difference, which is a key of ``UNITS``.
     """
@@ -119,9 +119,9 @@ def predicted(mean: float, sd: float, n: int) -> Range:
 
 
 def predicted_margin(difference: Difference) -> Range | None:
-    """Predict the accuracy difference (in points) of two rows for one more seed, as a 95 % interval.
+    """Predict the accuracy difference between two rows if both are run with one more seed.
 
-    Return None if the two rows have fewer than ``MIN_SEEDS`` seeds in common.
+    Return a 95 % interval in points, or None if the two rows have fewer than ``MIN_SEEDS`` seeds in common.
     """
     if difference.mean is None or difference.n < MIN_SEEDS:
         return None

@@ -172,10 +172,10 @@ class _Case:
         wanted: Order = "above",
         unit: str = "points",
     ) -> Judgement:
-        """Judge whether all compared differences have the sign that the claim states.
+        """Judge whether the differences between all compared places have the sign that the claim states.
 
         Args:
-            texts: Two introductions. The first is the start of a sentence that ends with one or two differences.
+            texts: Two introductions. The first begins a sentence, which one or two differences complete.
                 The second is a whole sentence before three or more differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the result that is passed to ``figures``.

@@ -99,7 +99,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
         quick: Whether the results come from the small experiments of ``--quick``.
 
     Returns:
-        A mapping from the name of each file or run with a problem to the description of the problem.
+        A mapping from the name of each affected file or run to a description of its problem.
     """
     results, problems, texts = known(out), dict[str, str](), dict[str, str]()
     for name in [*FILES, *(f"{paper}.md" for paper in PAPERS)]:
@@ -289,7 +289,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
-    """List the papers' tables in Markdown: how many of their runs are finished, and how long the others will take."""
+    """List the papers' tables in Markdown, with the number of finished runs and the remaining time of each table."""
     lines = ["| table | runs | done | time left on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]

@@ -103,7 +103,7 @@ class Table:
         seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other
             rows.
         notes: Notes about the table for readers of the page.
-        order: Position of the table in the order of execution. Tables with smaller numbers run first.
+        order: Position of the table in the order of execution. Runs of tables with smaller numbers come first.
         quick: Settings that ``--quick`` changes in every cell to make the experiments small.
         version: Version of the results. If a code change affects the results of the table, raise the version, so that
             all cells run again.

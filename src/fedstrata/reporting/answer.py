@@ -106,7 +106,7 @@ def worded(value: float, how: tables.Measure) -> str:
 
 
 def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
-    """Return a measure's display settings, with the number of decimal places that ``number`` shows."""
+    """Return a copy of a measure's display settings, with the number of decimal places that ``number`` uses."""
     return replace(how, digits=(1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3))
 
 

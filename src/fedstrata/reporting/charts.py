@@ -260,8 +260,8 @@ def absences(run: Run, classes: int) -> dict[str, Any] | None:
     Returns:
         A dict for JSON. The keys ``run``, ``rounds`` and ``each`` have the same meaning as in ``fates``. The key
         ``some`` contains the number of rounds in which at least one class was absent. The key ``rows`` contains a
-        string for each class, with one digit per bar. The digit is 4 f, rounded up, if the class was absent in a
-        fraction f of the rounds that the bar covers.
+        string for each class, with one digit per bar. The digit is 4 f, rounded up, where f is the
+        fraction of the bar's rounds in which the class was absent.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)

@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     """A resource that each run uses, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record to add up. Their sum is the amount of the resource used in the round.
+        columns: The columns of each round's record whose sum is the amount of the resource used in the round.
         unit: The unit in which the amount is shown.
         axis: The title of the axis that shows the amount in charts.
         factor: The factor that converts recorded values to the shown unit.
@@ -101,7 +101,7 @@ class Contrasts:
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
         budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND, in recorded units. Methods
-            are compared by the primary metric M in the last evaluation within this amount.
+            are compared by the value of the primary metric M in the last evaluation before a run exceeds this amount.
         directions: A mapping from the key of each measure to 1 if higher values are better, -1 if lower values are
             better, and otherwise 0.
     """
@@ -240,7 +240,7 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
 
 
 def value_at(history: History, kind: str, budget: float, metric: str = "accuracy") -> float | None:
-    """Return the value of a metric in the last evaluation within a budget.
+    """Return a metric's value in the last evaluation before a run exceeds a budget.
 
     The value is None if the metric was not evaluated within the budget, or if the whole run spent less than the budget.
 

@@ -256,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw, for each round, the mean number of invited clients over seeds, with one stacked area per outcome."""
+    """Draw the number of invited clients in each round (the mean over seeds), with one stacked area per outcome."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)

@@ -357,7 +357,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return the name and value of each method-specific column whose value is equal in all rounds and seeds."""
+    """Return the name and value of each method-specific column whose value is the same in all rounds and seeds."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):

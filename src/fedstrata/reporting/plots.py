@@ -93,8 +93,8 @@ def plot(
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
     """Plot the primary metric over rounds and over bytes, as PNG files, and as PDF files that fit a paper's column.
 
-    The files of the first figure are named after the metric, such as ``accuracy.png``. The files of the second figure
-    are named ``traffic``.
+    The files of the first figure are named after the metric, such as ``accuracy.png``. The second figure's files
+    are ``traffic.png`` and ``traffic.pdf``.
 
     Returns:
         The paths of the files.

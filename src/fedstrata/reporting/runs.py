@@ -112,8 +112,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
     """Store the order of a comparison's labels in the comparison's folder.
 
-    If ``labels`` contains all labels that are already stored, store the order of ``labels``. Otherwise, add new labels
-    at the end, so that the first label (the baseline) stays first.
+    If ``labels`` contains all stored labels, replace the stored order by the order of ``labels``. Otherwise, add new
+    labels at the end, so that the first label (the baseline) stays first.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))

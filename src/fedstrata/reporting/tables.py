@@ -93,8 +93,8 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     Returns:
         The rows. Each row has cells for the keys of ``MEASURES``, for ``final_M`` and ``best_M`` of the primary metric
         M, and for ``rounds_to_T`` of each target T. The cells ``test.NAME`` and ``clients.NAME.worst_10`` contain other
-        metrics of the saved model. Accuracies are fractions, and amounts of data are in bytes. A target's cell leaves
-        out seeds that never reached the target.
+        metrics of the saved model. Accuracies are fractions, and amounts of data are in bytes. A target's cell is
+        computed only from seeds that reached the target.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -151,8 +151,8 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 def kept(members: Sequence[History]) -> str | None:
     """Return a string that names the round of the saved model, such as ``round of the best validation auroc``.
 
-    The result is None if all runs saved the model of the last round. The result is an empty string if any saved model
-    is not from the best round on validation samples.
+    The result is None if all runs saved the model of the last round. The result is an empty string if at least one
+    saved model is not from the round with the best validation result.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -179,7 +179,7 @@ def value(history: History, key: str) -> float | None:
 
 
 def is_target(key: str) -> bool:
-    """Return True for keys ``rounds_to_T`` with a number T.
+    """Return True for keys of the form ``rounds_to_T``, where T is a number.
 
     >>> is_target("rounds_to_0.8"), is_target("rounds_to_go")
     (True, False)
@@ -293,7 +293,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return sentences about the methods whose final values are not from the last round's model (usually none).
+    """Return a list of at most one sentence about the methods whose final values are not from the last round's model.
 
     Args:
         models: For each method, the result of ``kept``, which names the round of the saved model.

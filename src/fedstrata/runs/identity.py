@@ -153,7 +153,7 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Raise an error if an experiment differs too much from a run to resume it.
+    """Raise an error if an experiment differs so much from a run's experiment that the run cannot be resumed.
 
     Args:
         before: The identity of the run, which was read from JSON.

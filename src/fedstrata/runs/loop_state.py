@@ -67,7 +67,7 @@ class LoopState:
     Args:
         last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 without
             such a round. The array is empty if clients do not have their own test samples.
-        evaluated: The last ``evaluation.unheard`` evaluated rounds, or all if there are fewer.
+        evaluated: The most recent rounds with an evaluation, at most ``evaluation.unheard`` rounds.
         last: The latest evaluation.
         best: The evaluation with the best primary metric (the earliest if several are equally good).
         memory: A mapping from the name of each callback to its state between rounds.
@@ -116,8 +116,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of *unheard* clients: the server has not used a reply of these clients recently.
 
-        A reply is recent if its round is after the earliest of the last n evaluated rounds. The number n is
-        ``evaluations``. If the run has had fewer evaluations, all replies are recent.
+        A reply is recent if its round comes after round r. Round r is the first of the last n evaluated rounds, and n
+        is ``evaluations``. If the run has had fewer evaluations, all replies are recent.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

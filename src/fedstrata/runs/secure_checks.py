@@ -103,7 +103,7 @@ def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
 
 
 def check_replies(method: Method) -> None:
-    """Check that, for a method and its settings, the server needs only sums of replies.
+    """Check that a method, with its settings, needs only sums of replies.
 
     Raises:
         SpecError: The server needs individual replies. The message gives the reason.

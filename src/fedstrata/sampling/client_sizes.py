@@ -137,7 +137,7 @@ class Answered:
 def ask_new_sizes(
     federation: Federation, state: AnswersState | None, clients: Sequence[int], epsilon: float | None, bound: int
 ) -> Answered:
-    """Ask participants for their numbers of samples, except participants that already reported a number.
+    """Ask each participant for its number of samples, unless the participant has already reported it.
 
     Args:
         federation: The federation, through which the server asks the clients.
@@ -181,7 +181,7 @@ def allowed_sizes(
         epsilon: The privacy parameter ε; None if clients report their true numbers.
         bound: The public bound M on a client's number of samples.
         phase: The phase in which the server asks clients: before the first round (enrolment), or in a round.
-        per: Whether the server asks a client once per phase or once per run.
+        per: How often the server asks a client: once per ``phase`` or once per ``run``.
     """
     rule = replace(SizeReport.rule, phase=phase)
     if epsilon is None:
@@ -223,9 +223,9 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
     """Estimate the total number of samples of m clients from their randomised replies (FedSTaS, Eq. 7).
 
     The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. Client k reports the number r_k, the probability
-    of a truthful reply is α (``alpha``), and M is ``bound``. Without this lower limit of 1, the estimate is unbiased if
-    each client has between 1 and M − 1 samples. With strong noise, the limit often applies and makes the estimate too
-    large on average (``fedstrata.papers.calculations``).
+    of a truthful reply is α (``alpha``), and M is ``bound``. Without the lower limit of 1, the estimate would be
+    unbiased if each client has between 1 and M − 1 samples. With strong noise, the limit often applies and makes the
+    estimate too large on average (``fedstrata.papers.calculations``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0

@@ -176,8 +176,8 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
     of all clients. First, each client with a mass of at least Σn fills as many distributions as it can by itself. Then
-    each of the r remaining distributions gets one of the r groups with the largest remaining masses. The clients of all
-    other groups fill these r distributions up to their capacity.
+    the r groups with the largest remaining masses are assigned to the r remaining distributions, one group to each. The
+    clients of all other groups fill these r distributions up to their capacity.
 
     Args:
         groups: The group of each client, shape (N,). In each group, the clients' masses modulo Σn must add up to at
@@ -211,7 +211,7 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
     The masses of a group add up to at most Σn, the number of samples of all clients. In this function, the *mass* of a
-    client is m times its number of samples, modulo Σn. The function ``by_group`` divides these masses among
+    client with n samples is (m · n) mod Σn. The function ``by_group`` divides these masses among
     distributions. Updates are scaled to length 1, so that the distance between two updates depends only on their angle.
     A client without an update gets the zero vector, so the distance between two clients without updates is 0.
 

@@ -42,7 +42,7 @@ class Everyone(ClientSampler):
         """Accept every value of ``training.clients_per_round``, because this sampler ignores the setting."""
 
     def cohort(self, config: FederationConfig) -> int:
-        """Return the number of all clients."""
+        """Return the total number of clients."""
         return config.clients
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:

@@ -1,9 +1,9 @@
 """Compress models and gradients, so that the server can compare and store them for many clients.
 
 A sketch is a random projection of the model's parameters to K numbers; see ``project``. The projection is linear, so
-the sketch of an update is the difference of two sketches. On average, the squared distance between two sketches equals
-the squared distance between the models. The relative standard deviation of the squared distance is √(2/K), for models
-of any size: 3 % for K = 2,048. A model of at most K parameters is stored unchanged.
+the sketch of an update is the sketch after training minus the sketch before training. On average, the squared distance
+between two sketches equals the squared distance between the models. The relative standard deviation of the squared
+distance is √(2/K), for models of any size: 3 % for K = 2,048. A model of at most K parameters is stored unchanged.
 
 FedSTaS also quantizes the projected gradient, so that a client sends only a few values, and one small code for each
 coordinate ("information squeeze").

@@ -1,8 +1,8 @@
-"""Draw clients as in FedSTS: divide clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
+"""Divide clients into strata by their compressed gradients, and draw clients from the strata, as in FedSTS.
 
-The symbols are the same as in the paper. The compressed gradient of client k is Z_k. A stratum is a group of clients,
-and there are H strata. In stratum h, there are N_h clients and m_h draws, and the gradients Z_k have the standard
-deviation S_h. Neyman's allocation is m_h ∝ N_h S_h.
+The symbols are the same as in Algorithms 1 and 2 of FedSTaS. The compressed gradient of client k is Z_k. A stratum is a
+group of clients, and there are H strata. In stratum h, there are N_h clients and m_h draws, and the gradients Z_k have
+the standard deviation S_h. Neyman's allocation is m_h ∝ N_h S_h.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class StratifiedState:
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, which determines the sketches.
-        clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round:
-            with at most ``FITTED`` clients, or with new gradients from all clients.
+        clusters: The state of k-means between rounds; None if k-means starts from scratch in every round. K-means
+            starts from scratch with at most ``FITTED`` clients, or with new gradients from all clients.
     """
 
     known: Ints

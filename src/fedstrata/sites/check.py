@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     """The result of one check of a party (the server, a site or the administrator).
 
     Args:
-        state: The severity: ``ok``, ``warning`` or ``problem``. With a ``problem``, the party cannot take part.
+        state: The severity: ``ok``, ``warning`` or ``problem``. A party with a ``problem`` cannot take part.
         text: A description of the result.
     """
 

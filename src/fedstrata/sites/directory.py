@@ -101,7 +101,7 @@ class SiteDirectory:
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: No site can begin, or too few sites can begin and ``fewer`` is ``abort``.
+            FedstrataError: No site can begin. Or too few sites can begin, and the setting ``fewer`` is ``abort``.
         """
         if not count:
             reasons = _listed(self.excluded.values())
@@ -175,7 +175,7 @@ class SiteDirectory:
         self.wait(lambda: any(map(self.is_reachable, sites)))
 
     def wait(self, ready: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until ``ready`` returns True, but at most ``seconds`` seconds. Log once which sites are missing."""
+        """Wait until ``ready`` returns True or the time limit ``seconds`` is over. Log once which sites are missing."""
         end, warned = time.monotonic() + seconds, False
         while not ready() and time.monotonic() < end:
             if not warned:

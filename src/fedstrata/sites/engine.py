@@ -114,7 +114,7 @@ class NVFlareEngine(Engine):
         self.secure_sums = SecureSums(self, job_of(self._spec), trust)
 
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
-        """Request statistics of the training samples from all sites, and return the statistics over all sites.
+        """Ask all sites for statistics of their training samples, and return the combined statistics.
 
         A site takes part in the run only if its data fit the spec. Otherwise, an event gives the reason.
 

@@ -68,7 +68,7 @@ class ServerEntry(Setting):
     Args:
         host: The server's host name, to which sites connect.
         port: The port to which sites and administrators connect. The port must be open.
-        data: If the sites have their own data: the server's file of test samples. Without this file, each site
+        data: The server's file of test samples, if the sites have their own data. Without this file, each site
             evaluates the model on a part of its own data (``evaluation.client_test``).
         allow: Top-level packages at the server. A spec may name code of these packages, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.

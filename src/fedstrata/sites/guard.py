@@ -84,7 +84,7 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data for a job, and limit how often jobs can guess properties of these data.
+    """Let the ``with`` block read a site's data for a job, and limit the trials from which jobs learn about the data.
 
     By learning whether the spec's description fits the data, a job learns something about the data. Each different
     description counts as a trial. A failed request also counts as a trial. If the same request later succeeds, for
@@ -200,7 +200,7 @@ class Quota:
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """Record the clients that a job assigns to this site, and refuse later changes.
 
-        With different ids, the spec would hold out different samples for tests. The difference between two replies
+        If the clients' ids changed, other samples would be held out for tests. The difference between two replies
         could then reveal a sample.
 
         Args:
@@ -258,8 +258,8 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The declaration's entry that allows the request.
         position: The progress of the run after the reply to the request.
-        digests: The hashes of all variants of the request; empty if clients do not add up tensors together. After other
-            clients failed, the server may send another variant.
+        digests: The hashes of all variants of the request, if clients add up tensors for the reply; otherwise empty.
+            After other clients failed, the server may send another variant.
         again: Whether the client gets this request again, because another client failed.
     """
 

@@ -1,4 +1,4 @@
-"""Adapt NVFlare's start-up kits: let only the owner read a kit, make kits movable, and shorten their logs.
+"""Adapt NVFlare's start-up kits: let only the owner read a kit, allow moving a kit, and shorten NVFlare's logs.
 
 A kit is the folder of one party (the server, a site or the administrator) with its certificate, settings and scripts.
 """

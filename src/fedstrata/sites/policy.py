@@ -78,7 +78,7 @@ class Policy(Setting):
         megabytes: The largest total size of all answers to a job, in megabytes.
         starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
-        surveys: The largest number of different statistics of its own data that the site sends to jobs that are not
+        surveys: The site sends at most this many different statistics of its data to jobs that are not
             approved. A spec with another seed holds out different samples for tests. Two answers can therefore differ
             by a single sample and reveal this sample. The limit also holds for the data descriptions (``[data]``)
             that jobs try at the site. Failed requests are also counted, because errors reveal something about the data.
@@ -278,7 +278,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return ``privacy``. If the policy requires more samples, use ``min_samples`` and ``below`` of the policy.
+        """Return ``privacy``. If the policy requires more samples, use the policy's ``min_samples`` and ``below``.
 
         Args:
             privacy: The privacy settings of the spec.

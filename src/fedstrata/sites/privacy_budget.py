@@ -71,9 +71,9 @@ class PrivacyBudget:
     """The privacy budget of one site. Several processes may use the budget at the same time.
 
     Args:
-        folder: The folder of the file.
+        folder: The folder that contains the budget's file.
         policy: The site's policy, which sets the maximum ε (``budget``) and δ (``delta``).
-        federation: A text without slashes that identifies the federation; see ``certificates.federation_of``.
+        federation: A string without slashes that identifies the federation; see ``certificates.federation_of``.
     """
 
     def __init__(self, folder: Path, policy: Policy, federation: str = "") -> None:

@@ -46,7 +46,7 @@ COUNTED = ("returned", "dropped", "late", "failed")
 def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -> dict[str, list[list[float]]]:
     """Return the curves of a run's metrics. A curve consists of a list of rounds and a list of values.
 
-    A curve has at most about ``POINTS`` points. The curve of the ``primary`` metric comes first.
+    A curve has at most ``POINTS`` + 1 points. The curve of the ``primary`` metric comes first.
 
     If a run repeats a round after a crash, the new record replaces the old records of this round and of later rounds.
 
@@ -69,7 +69,7 @@ def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -
 
 
 def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
-    """Return a description of a run for its progress: the name of the run folder, the title, and the main settings.
+    """Return a short description of a run: the name of the run folder, the title, and the main settings.
 
     Args:
         history: The history of the run. Only its method and its seed are used.

@@ -78,7 +78,7 @@ class SiteServer:
         name: The name of the site.
         folder: The folder of the clients' states.
         send: A function that sends bytes to another site or to the server, and returns the reply. The function sends
-            only terms of sums to the server.
+            nothing to the server except this site's contributions to sums.
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
@@ -219,7 +219,7 @@ class SiteServer:
         self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 
     def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
-        """Check that this site accepts a job, and return everything that the job may request.
+        """Check that this site accepts a job, and return the declaration of what the job may request.
 
         Args:
             spec: The spec as TOML.

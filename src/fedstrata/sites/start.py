@@ -2,9 +2,9 @@
 
 KIT is the folder of the server or the site, with its certificate, settings and scripts.
 
-The script ``start.sh`` in this folder runs ``python -m fedstrata.sites.start KIT [--verbose]`` twice. The first call,
-in the foreground with ``--check``, only prints problems. The second call, in the background with ``--checked``, does
-not check the folder again.
+The script ``start.sh`` in this folder runs ``python -m fedstrata.sites.start KIT [--verbose]`` twice. The first call
+runs in the foreground with ``--check``, and only prints problems. The second call runs in the background with
+``--checked``, and does not check the folder again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def checked_kit(kit: Path) -> int:
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
     """Check the folder of the server or a site, and prepare the start of NVFlare.
 
-    If this party may start, set the folder's paths, logging and permissions.
+    If this party may start, set the paths, the log settings and the permissions of the files in the folder.
 
     Args:
         kit: The folder.

@@ -99,8 +99,8 @@ class SiteGroup(LocalGroup):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         send: A function that sends an encoded ``Part`` to the server, and returns the reply.
-        patience: The number of seconds within which the site must reply. A client waits for the other clients for at
-            most this time × ``SHARE``.
+        patience: The number of seconds within which the site must reply. A client waits at most this time
+            × ``SHARE`` for the other clients.
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:

@@ -174,7 +174,7 @@ class Ask(Message):
         clients: The ids of the clients.
         requests: The distinct requests. Many clients often get the same request.
         which: The index of each client's request in ``requests``.
-        group: The name of the group of clients that add up tensors together; empty if each client answers separately.
+        group: The name of the group of clients whose tensors are added up; empty if each client answers separately.
         places: The indices of these clients within the group.
     """
 
@@ -245,7 +245,7 @@ class Hop(Message):
         back: Whether the model returns to the server with the reply. Otherwise, the model stays at the site.
         ticket: A secret that is needed to fetch the model after this hop. Later, the server gives this secret to the
             next site, and to nobody else.
-        key: The ticket of the hop ``base``. This site needs the ticket to fetch the model from ``holder``.
+        key: The ticket of the hop with index ``base``. This site needs the ticket to fetch the model from ``holder``.
     """
 
     exchange: int

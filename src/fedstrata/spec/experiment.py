@@ -342,7 +342,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 def line_of(text: str, key: str) -> int | None:
     r"""Return the line number of a dotted key in TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of the key's innermost section that exists. If none of the
+    If the text does not contain the key, return the line of the innermost existing section of the key. If none of the
     key's sections exists, return None. The tables of a list, ``[[section]]``, have keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")

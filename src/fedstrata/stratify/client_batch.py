@@ -192,8 +192,8 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
     Args:
         batches: The batch index of each new sample, in ascending order, shape (n,).
-        before: The batches of the samples that were reserved earlier, in ascending order. Each batch
-            index in ``before`` occurs there at least ``least`` times.
+        before: The batch indices of the samples that were reserved earlier, in ascending order. Each batch
+            index that occurs in ``before`` occurs at least ``least`` times.
         least: The minimum number of samples in a part.
 
     Returns:

@@ -113,8 +113,8 @@ class GatheredReply(ReserveReply):
     Args:
         batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
             ``missing`` is True for an entry, its batch has no meaning.
-        held: True for each entry whose sample the client holds back, because every batch would contain too few of the
-            client's samples. In this case, ``missing`` is also True, and the sample stays unused.
+        held: True for each entry whose sample the client holds back. A client holds back a sample if no batch would
+            contain enough of the client's samples. ``missing`` is then also True, and the sample stays unused.
     """
 
     batches: Tensor
@@ -127,7 +127,7 @@ class Reserve(Request):
 
     Args:
         round: The epoch, counted from 1.
-        batches: The index of the batch for each sample to reserve, int64, ascending.
+        batches: For each sample to reserve, the index of its batch, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
         refill: Placeholders of labels. From this request on, the client may use all its samples of them again, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an

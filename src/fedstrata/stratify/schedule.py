@@ -32,7 +32,7 @@ class Holders:
             The last offset is the length of ``clients`` and ``counts``.
         clients: The holders of the first placeholder, then the holders of the second placeholder, and so on, shape
             (offsets[-1],). The holders of each placeholder are in ascending order.
-        counts: For each entry of ``clients``, the holder's number of samples of the label, in the shape of ``clients``.
+        counts: For each entry of ``clients``, the client's number of samples of the label, shape (offsets[-1],).
     """
 
     placeholders: Ints
@@ -72,8 +72,8 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 
     Args:
         totals: The number of samples of each label, shape (P,).
-        rule: The rule for f_l. ``uniform``: the mean of ``totals`` for every label. ``capped``: ``totals``, but at most
-            ``cap``. ``uncapped``: ``totals``.
+        rule: The rule for f_l. ``uniform``: the mean of ``totals`` for every label. ``capped``: the label's total, or
+            ``cap`` if the total is larger. ``uncapped``: the label's total.
         cap: The maximum of f_l for the rule ``capped``. Default: the median of ``totals``.
 
     Returns:

@@ -38,7 +38,7 @@ def assign_runs(
 
     Args:
         wanted: For each position, the placeholder of its label, in 0 … P−1, shape (L,).
-        available: Whether each client has unused samples of each placeholder's label, shape (P, N).
+        available: For each placeholder and client, whether the client has unused samples of the label, shape (P, N).
         weights: The number of samples of each placeholder's label at each client, shape (P, N); None for uniform
             selection.
         chunk_size: The number of positions in a chunk.
@@ -98,7 +98,7 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Divide a schedule into tasks: consecutive positions of one chunk with the same client (Algorithm 3, line 8).
+    """Divide a schedule into tasks of consecutive positions with the same chunk and client (Algorithm 3, line 8).
 
     Args:
         owner: For each position of the schedule, the id of its client, shape (L,); −1 for positions without a client.

@@ -143,8 +143,8 @@ class Verdicts:
     def best_at(self, measure: str, compositions: bool | None = None) -> str | None:
         """Return the entry with the best validation accuracy within the baseline's budget; None if unknown.
 
-        The comparison uses each entry's trial with the chosen settings. Entries with personal models are left out,
-        because their trials are evaluated on the clients' own test samples.
+        For each entry, the comparison uses the trial whose settings were chosen. Entries with personal models are left
+        out, because their trials are evaluated on the clients' own test samples.
 
         Args:
             measure: A key of ``BUDGETS``.

@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run the experiments that have no result yet. Stop when this process cannot run any of the others."""
+        """Run the experiments that have no result yet. Stop when this process cannot run any remaining experiment."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -158,7 +158,7 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
     Returns:
         A dict of results. ``accuracy`` and ``worst_class`` are measured on the test set. ``client_mean`` is the mean
         accuracy of all clients on their own test samples. ``worst_client`` is the mean accuracy of the 10 % of clients
-        with the lowest accuracies. ``curve`` is the result of the function ``curve``.
+        with the lowest accuracies. ``curve`` is the learning curve; see the function ``curve``.
     """
     records = late(history)
     by_class = np.array([record["per_class"] for record in records], dtype=np.float64)

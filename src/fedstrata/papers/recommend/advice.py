@@ -54,8 +54,8 @@ class Advice:
         properties: Measured properties of the spec.
         columns: Columns of the board, in ascending order of their distance from the spec.
         methods: A mapping from each recommended method to the reasons to include it in a comparison.
-        ahead: Number of methods that are significantly better than FedAvg in a similar column. These methods come first
-            in ``methods``.
+        ahead: Number of methods that are significantly better than FedAvg in a column similar to the spec. These
+            methods come first in ``methods``.
         behind: Methods that are significantly worse than FedAvg in a similar column, as a mapping from each method to
             its result. These methods are not recommended.
         refused: Methods that cannot run with this spec, as a mapping from each method to the error message.

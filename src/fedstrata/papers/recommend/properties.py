@@ -37,7 +37,7 @@ class Properties:
         size_correlation: Pearson's correlation between a client's number of samples and the share of rounds in which
             the client is online. The value is 0 if all clients have equally many samples, or if all clients are online
             equally often.
-        classes: Number C of classes with samples at clients.
+        classes: Number C of classes of which at least one client has samples.
         classes_per_client: Mean number of classes of a client, divided by C.
         label_skew: Total variation distance between a client's class shares and the class shares of all samples,
             averaged over clients.
@@ -48,8 +48,8 @@ class Properties:
         absent_uninvited: Mean over classes: the share of rounds in which clients with samples of the class are online,
             but none of these clients is invited.
         absent_replies: The sum of ``absent_online`` and ``absent_uninvited``.
-        longest_absence: Maximum over classes: the largest number of consecutive rounds in which no client with samples
-            of the class is both invited and online.
+        longest_absence: Largest number of consecutive rounds in which the same class is absent. A class is absent from
+            a round if no invited and online client has samples of the class.
     """
 
     clients: float

@@ -43,7 +43,7 @@ class Roll:
     Args:
         masking: The mode of masking; see ``enrol``.
         names: For each of the P placeholders, the number that clients use for it: a permutation of 0 … P − 1. All other
-            fields refer to placeholders by the server's own numbering, 0 … P − 1.
+            fields use the server's own numbering of placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: A mapping from each client to its numbers of samples, in the order of its placeholders in ``held``.
             Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
@@ -143,7 +143,7 @@ def enrol(
         weighted: Whether each client also reports, for each of its labels, which fraction of all samples with this
             label the client has.
         before: The result of an earlier enrolment; None for the first enrolment. After an earlier enrolment, the server
-            asks only clients that are not enrolled yet, and placeholders keep their labels.
+            asks only clients that are not enrolled yet. Each existing placeholder keeps its label.
         watch: A function that is called with a phase's name when the phase begins. The phases are "unique list" (find
             all labels), "mapping" (find each client's labels) and "counts".
 

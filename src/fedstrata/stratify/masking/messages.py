@@ -156,7 +156,7 @@ class CompareReply(Reply):
 
     Args:
         places: For each label of the client, the position of a zero difference, or −1 if no difference is zero, int64,
-            shape (L,). Column c of the request's ciphertext i has the position i · width + c. A label with a zero
+            shape (L,). Column c of ciphertext i in the request is at position i · width + c. A label with a zero
             difference is on the server's list. ``SlotLayout`` defines columns and width.
     """
 
@@ -271,7 +271,7 @@ class CountReport(Request):
 
 @record("Totals")
 class Totals(Reply):
-    """The total number of samples of each label, which one client has decrypted.
+    """The total number of samples of each label, as decrypted by one client.
 
     Args:
         totals: The totals, int64, shape (P,), in the order of the placeholders (the numbers that stand for labels).
@@ -326,7 +326,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request to report, for each label of the client, the client's fraction of all samples with this label.
+    """A request to report, for each label of the client, which fraction of all samples with this label the client has.
 
     Only weighted selection needs these fractions.
 

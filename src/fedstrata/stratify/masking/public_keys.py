@@ -59,12 +59,12 @@ class Public:
 
     @cached_property
     def counting(self) -> Sealer:
-        """The public key that encrypts and adds counts."""
+        """The public key for encrypting and adding counts."""
         return sealer(self.keys.counting, COUNTING)
 
     @cached_property
     def comparing(self) -> Sealer:
-        """The public key that encrypts and compares labels."""
+        """The public key for encrypting and comparing labels."""
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:

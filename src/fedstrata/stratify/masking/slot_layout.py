@@ -60,7 +60,7 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns (entries) in one ciphertext (page) of the unique list."""
+        """The number of columns in one ciphertext of the unique list. Each column contains one entry of the list."""
         return min(self.classes, self.slots)
 
     @property
@@ -75,7 +75,7 @@ class SlotLayout:
 
     @property
     def prime(self) -> int:
-        """The smallest prime above ``classes`` + 1: the prime p in the module's docstring."""
+        """The smallest prime above ``classes`` + 1, which the module's docstring calls p."""
         candidate = self.classes + 2
         while any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
             candidate += 1
@@ -133,7 +133,7 @@ class SlotLayout:
         return factors.astype(np.float64), multiples + flood
 
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
-        """Find the labels of a client that are on the unique list (the encrypted list of all labels).
+        """Find out which labels of a client are on the unique list (the encrypted list of all labels).
 
         A label is on the list if the decrypted difference between the label and an entry of the list is zero.
 
