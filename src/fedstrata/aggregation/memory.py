@@ -166,7 +166,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' updated models, where updates count more after absences (FedAWE).
+    """The mean of the clients' updated models; updates after absences have more weight (FedAWE).
 
     In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. The previous reply of
     client k was in round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the

@@ -24,8 +24,8 @@ class ServerOptimizer(Setting):
 
     The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step computes m ← β₁
     m + (1 − β₁) g, then the new v, and then w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v −
-    (1 − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Unlike PyTorch's Adam, adaptive optimisers have
-    no bias correction.
+    (1 − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Unlike PyTorch's Adam, fedstrata's adaptive
+    optimisers have no bias correction.
 
     Args:
         optimizer: Type of optimiser: ``sgd`` (FedAvgM if ``momentum`` is set), ``adam`` (FedAdam), ``yogi`` (FedYogi)

@@ -59,8 +59,8 @@ class CanaryAudit:
         samples: The number of the client's samples without the canaries.
         canaries: The number of canaries.
         rounds: The number of rounds in which the client trained.
-        noise: The standard deviation of the noise in training, after the division by ``divided``, as a multiple of
-            ``clip``; None without noise.
+        noise: The standard deviation of the noise in training, as a multiple of ``clip``; None without noise. This
+            noise has already been divided by ``divided``.
         divided: The number by which the noise was divided; 1 in an audit, larger in a control (a check of the audit).
         epsilon: The ε that the accountant computes for the run's noise; None without noise.
         delta: The δ to which ``epsilon`` and ``bound`` refer.
@@ -109,8 +109,8 @@ def audit_canaries(
         canaries: The number of canaries.
         client: The client that has the canaries. Default: the client with the most samples.
         confidence: The confidence level of the bound.
-        divide_noise: A number by which the noise is divided, to check the audit itself (a control). The accountant's ε
-            still refers to the run's original noise. If the number is large, the bound should therefore exceed ε.
+        divide_noise: The divisor of the noise. A divisor above 1 checks the audit itself (a control). The accountant's
+            ε still refers to the run's original noise. If the number is large, the bound should therefore exceed ε.
         seed: The seed with which the canaries are drawn. Two audits with the same seed have the same result.
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.

@@ -96,9 +96,9 @@ class Tap(LocalEngine):
     Args:
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
-        sizes: The sizes of parts (numbers of samples) for which gradients are stored.
+        sizes: The sizes, in samples, of the parts whose gradients are stored.
         parts: The maximum number of stored gradients per size in ``sizes``. These gradients are drawn at random.
-        seed: The seed of the draws.
+        seed: The seed with which the stored gradients are drawn.
     """
 
     def __init__(self, context: ClientContext, store: StateStore, sizes: Iterable[int], parts: int, seed: int) -> None:
@@ -215,7 +215,7 @@ def audit_gradients(
 
     Args:
         run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
-        sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
+        sizes: The sizes, in samples, of the parts whose gradients are attacked.
         parts: The maximum number of gradients to attack for each size in ``sizes``.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
@@ -254,7 +254,7 @@ def attack(
         prepared: The experiment.
         before: The checkpoint from which to start; None to start at the beginning of the run.
         until: The last round to run.
-        sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
+        sizes: The sizes, in samples, of the parts whose gradients are attacked.
         parts: The maximum number of gradients to attack for each size in ``sizes``.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
@@ -330,12 +330,12 @@ class Attacker:
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """Attack the gradients in ``parts``, each from ``size`` samples, and return the mean results.
+        """Attack each gradient in ``parts``, and return the results, averaged over the gradients.
 
         Args:
             size: The number of samples.
             sent: The number of gradients that clients computed from ``size`` samples.
-            parts: The gradients to attack.
+            parts: The gradients to attack, each computed from ``size`` samples.
         """
         if not parts:
             return Finding(size, sent, 0)

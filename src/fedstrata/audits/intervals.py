@@ -58,7 +58,7 @@ class Rate:
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return the maximum probability of ``right`` or more correct guesses under (ε, δ)-differential privacy.
+    """Return the maximum probability that at least ``right`` guesses are correct, under (ε, δ)-differential privacy.
 
     Each canary was in the data with probability 1/2, independently of the other canaries. For some canaries, the
     attacker guesses whether the canary was in the data (Steinke, Nasr & Jagielski 2023). Let W be the number of correct
@@ -120,7 +120,7 @@ def best_bound(
     together, including the best bound.
 
     Args:
-        scores: For each canary, the sum of the updates of the canary's parameter.
+        scores: For each canary, the changes of the canary's parameter, summed over all rounds.
         present: Whether each canary was in the data.
         delta: δ.
         confidence: The confidence level of the best bound.

@@ -60,7 +60,7 @@ class Target:
     Args:
         client: The id of the client.
         label: The class of the images.
-        size: The number of images whose mean feature vector is ``feature``.
+        size: The number of images whose feature vectors have the mean ``feature``.
         sent: Whether the feature is a prototype that the client sent. Otherwise, the feature is a control.
         feature: The feature h, shape (d,).
         own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).

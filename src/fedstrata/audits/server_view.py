@@ -131,7 +131,7 @@ def without_masks(prepared: Prepared) -> Prepared:
 
 
 def require_updates(prepared: Prepared) -> Recipe:
-    """Return the method of a run whose clients send updates that an audit can attack.
+    """Check that an audit can attack the updates of a run's clients, and return the run's method.
 
     Raises:
         SpecError: A setting of the run, such as a codec, makes the audit impossible.

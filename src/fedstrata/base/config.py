@@ -264,8 +264,8 @@ def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
     """Return an annotation for fields whose values are instances of the settings class ``cls``.
 
     The field accepts a mapping or an instance. Errors show the field's key. If ``key`` is not empty, the field also
-    accepts a string as the value of this key. For example, ``Annotated[Data, from_word(Data, "name")]`` reads
-    ``"adult"`` as ``{"name": "adult"}``.
+    accepts a string, which is read as the value of ``key``. For example, ``Annotated[Data, from_word(Data, "name")]``
+    reads ``"adult"`` as ``{"name": "adult"}``.
     """
 
     def parse(value: object) -> object:

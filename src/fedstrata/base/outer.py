@@ -18,7 +18,7 @@ def installed() -> list[str]:
 
 
 def commands() -> list[Any]:
-    """For each installed outer package, return the module ``cli``, which defines the package's commands."""
+    """Return the modules ``cli`` of the installed optional packages. These modules define the packages' commands."""
     return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed()]
 
 

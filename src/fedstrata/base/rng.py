@@ -33,7 +33,7 @@ class Key(ISeedSequence):
     words: NDArray[np.uint64]
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
-        """Return the key. The arguments are ignored, because ``Philox`` always requests two words of 64 bits."""
+        """Return the key, and ignore the arguments, because ``Philox`` always requests two words of 64 bits."""
         return self.words
 
 

@@ -136,7 +136,7 @@ def lines(labels: Sequence[str]) -> dict[str, Stroke]:
 
 
 def categories(count: int) -> list[Colour]:
-    """Return colours of categories that are not methods, such as the labels of samples.
+    """Return colours for categories other than methods, for example for the labels of samples.
 
     The colours of ``SERIES`` come first, then their lighter shades, and then their darker shades. After the darker
     shades, the colours repeat.

@@ -93,7 +93,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 def owners(key: str, besides: str = "") -> list[str]:
     """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If only some names in a section have the key, the section is followed by these names in brackets.
+    If the key exists only for some of a section's names, such as ``dirichlet``, these names are added in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.
@@ -131,7 +131,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Generate the content of ``known.json`` from the code. The docstring of ``known`` describes the content."""
+    """Generate the content of ``known.json`` from the code. The content is described in the docstring of ``known``."""
     from fedstrata.methods.base import METHODS
     from fedstrata.spec.experiment import Experiment
     from fedstrata.spec.reference import SECTIONS, common, kinds, rows

@@ -142,8 +142,8 @@ def _imports(allowed: bool) -> Iterator[None]:
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser with all commands.
 
-    The parsed options have the attribute ``work``, the function that runs the command. The options of some commands
-    also have the attribute ``after_interrupt``, the advice to print after an interrupt.
+    The parsed options have the attribute ``work``, the function that runs the command. Some commands also set the
+    attribute ``after_interrupt``, a text with advice that is printed after an interrupt.
     """
     usage = "fedstrata [-h] [--version] COMMAND ..."
     whole: argparse.ArgumentParser = Parser(prog="fedstrata", usage=usage, formatter_class=Layout)

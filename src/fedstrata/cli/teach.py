@@ -136,8 +136,8 @@ def explanations(word: str) -> list[dict[str, Any]]:
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, ``section``, ``about`` (the meaning), ``takes``
-        (the accepted values) and ``default``. If only some names in the section have the key, ``kinds`` contains these
-        names; otherwise, it is empty. For a section or a name, ``key`` is empty, and ``has`` contains its keys.
+        (the accepted values) and ``default``. If the key exists only for some names in the section, ``kinds`` contains
+        these names; otherwise, it is empty. For a section or a name, ``key`` is empty, and ``has`` contains its keys.
 
     Raises:
         SpecError: The word is unknown. The message suggests a similar word.

@@ -61,8 +61,8 @@ class Dataset:
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.
-        unfitted: The raw samples; None if features do not depend on statistics. Features are computed again from raw
-            samples when the clients' training samples are known.
+        unfitted: The raw samples; None if features do not depend on statistics of the samples. As soon as the clients'
+            training samples are known, features are computed again from the raw samples.
         features: The object that computes features from table rows; None for arrays.
         task: The task, which determines what the targets mean.
         n_outputs: The number of model outputs per sample, token or pixel. Default: the number of ``class_names``.

@@ -136,7 +136,7 @@ def label_column(features: Any) -> str:
         features: The ``datasets.Features`` of a split.
 
     Raises:
-        DataError: No column can be the label, or several columns could be the label and none of them has a usual name.
+        DataError: The data set has no label column, or several possible label columns of which none has a usual name.
     """
     labels = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
     usual = [name for name in LABEL_NAMES if name in (labels or features)]

@@ -326,7 +326,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     Args:
         path: The path of the file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
-            ``x_train.NAME`` for each of several inputs. The result contains these arrays as one mapping.
+            ``x_train.NAME`` for each of several inputs. The result then contains these arrays in a mapping ``x_train``.
         optional: The names of further arrays, which are read if the file contains them.
 
     Raises:

@@ -119,8 +119,8 @@ class LocalEngine(Engine):
     def n_contributing(self, number: ClientId) -> int:
         """Return the number of samples that contributed to a client's latest reply; 0 if the number is unknown.
 
-        If the handler called ``authorize_release`` in this process, the number is known between the reply and
-        ``commit``.
+        The number is known only from the reply until ``commit``. The handler must also have run in this process, and
+        must have called ``authorize_release``.
         """
         client = self._pending.get(number)
         return 0 if client is None else client.n_contributing
@@ -282,7 +282,7 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the model and the new state of the client that had the latest hop."""
+        """Accept or reject the result of the latest hop: the model and the client's new state."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state

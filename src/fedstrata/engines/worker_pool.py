@@ -75,7 +75,7 @@ class LocalWorkerPool:
         """Compute the replies of clients, in all workers and in this process at the same time.
 
         Args:
-            order: The clients, in the order in which processes begin to compute their replies.
+            order: The clients, in the order in which the computation of their replies begins.
             requests: The request to each client.
             states: The state of each client that has a state.
             run_locally: A function that computes a client's reply in this process, and stores the reply.

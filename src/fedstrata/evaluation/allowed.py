@@ -25,7 +25,7 @@ def allowed_in_evaluation(
         evaluation: The evaluation settings.
         rounds: The number of rounds of the run. The model of the last round is always evaluated.
         request: The Python class of the requests, which depends on the task.
-        elsewhere: Whether the samples are at real sites. In this case, the sites evaluate all models.
+        elsewhere: Whether the samples are at the sites of a deployment. In this case, the sites evaluate all models.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}

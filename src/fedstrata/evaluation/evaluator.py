@@ -56,8 +56,8 @@ class Evaluator:
     Args:
         settings: The settings of the evaluations.
         model: The architecture, on the device for evaluations.
-        data: The data set, on the same device. If only real sites have test samples, the data set does not contain test
-            samples.
+        data: The data set, on the same device. In a deployment, test samples may exist only at the sites, and not in
+            this data set.
         held: The samples that are not used for training.
         clients: The number N of clients.
         batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of the running

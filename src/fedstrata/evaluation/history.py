@@ -197,7 +197,7 @@ class History(Sequence[Record]):
         return card(self)
 
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers in a column of the records, and the rounds of these numbers.
+        """Return the numbers in a column of the records, and the round of each number.
 
         Args:
             name: A key of the records, or ``"outer.inner"`` for a key of a nested dict.
@@ -311,7 +311,7 @@ class History(Sequence[Record]):
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
         - ``rounds_to_target``: a mapping from each target, as a string, to the first round that reached the target, or
-          to None. For tasks without an accuracy, the mapping contains only the targets of other metrics.
+          to None. For tasks without an accuracy, the mapping contains only targets for other metrics.
 
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds.
 

@@ -45,8 +45,8 @@ class HeldOut:
             held out before the partition.
         own_test: The test samples of each client; None if clients do not have their own test samples.
         own_test_split: The split of the data set to which the indices in ``own_test`` refer. ``"train"`` means that
-            test samples were held out of the training samples. ``"test"`` means that a real site or the data set
-            provides the test samples.
+            training samples were held out as test samples. ``"test"`` means that a real site or the data set provides
+            the test samples.
         test_clients: The samples of the clients that never train; None if all clients train.
         numbers: The clients' ids in the partition. The clients that train come first, and get new ids from 0. The
             clients that never train come last. None if all clients train.
@@ -138,7 +138,7 @@ def hold_out(
         The training samples of each client, and the samples that are held out.
 
     Raises:
-        SpecError: No samples would be left for training or for tests, or ``test_clients`` is set at a real site.
+        SpecError: No samples would be left for training or for tests, or ``test_clients`` is set in a deployment.
     """
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:

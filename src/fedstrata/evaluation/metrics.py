@@ -71,7 +71,7 @@ class Metric(Setting):
 
         Args:
             predictions: The predictions of N samples.
-            owners: The client of each sample, shape (N,), from 0.
+            owners: The index (from 0) of each sample's client, shape (N,).
             clients: The number of clients.
 
         Returns:
@@ -103,8 +103,8 @@ class Metric(Setting):
 
         Args:
             tables: A mapping from each entry of ``Task.tables`` to an array of one sum per set, shape (M, …).
-            loss: The sum of the losses of each set, shape (M,).
-            weight: The sum of the weights of each set, shape (M,).
+            loss: For each set, the sum of the losses, shape (M,).
+            weight: For each set, the sum of the weights, shape (M,).
 
         Raises:
             NotImplementedError: The metric cannot be computed from sums.
@@ -117,7 +117,7 @@ class Metric(Setting):
         return cls.of_sums is not Metric.of_sums if task.has_classes else cls.of_tables is not Metric.of_tables
 
     def check_rows(self, rows: Rows, task: Task) -> None:
-        """Check that the metric works for a task that is not plain classification.
+        """Check that the metric supports ``task``, which is not plain classification.
 
         Args:
             rows: The predictions of a few samples.
@@ -141,7 +141,7 @@ class Metric(Setting):
 
         Args:
             rows: The predictions of N samples.
-            owners: The client of each sample, shape (N,), from 0.
+            owners: The index (from 0) of each sample's client, shape (N,).
             clients: The number of clients.
 
         Returns:

@@ -31,11 +31,10 @@ class Evaluation(Setting):
             a metric in ``metrics``.
         targets: Target accuracies in (0, 1]. The run's summary gives the first round that reached each target. For
             other metrics, use a table such as ``{ macro-f1 = [0.5] }``.
-        validation: Fraction of the training samples held out for validation, to choose the best round and to stop
-            early.
+        validation: Fraction of training samples held out for validation, to choose the best round and stop early.
         client_test: Fraction of each client's samples held out for testing, stratified by label. Sites with separate
             test samples ignore this setting.
-        test_clients: Fraction of clients that never train. The model is also evaluated on the samples of these clients.
+        test_clients: Fraction of clients that never train. The model is also evaluated on these clients' samples.
         fine_tune: Number of epochs for which each client fine-tunes the global model before evaluating it on the
             client's test samples. With 0, clients do not train: each client evaluates the global model with its own
             state, such as BatchNorm statistics.

@@ -62,10 +62,10 @@ def reference_runs(
 ) -> dict[str, Experiment]:
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
-    The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
-    round, this run computes as many per-sample gradients as all invited clients together in an average federated round.
-    The reference ``local`` has a run ``client-K`` for each client with samples. This client trains in every round. All
-    other settings, such as the learning rate, come from the first experiment.
+    The name of a run is also the name of its folder. The only run of the reference ``centralised`` is named
+    ``everything``. In each round, this run computes as many per-sample gradients as all invited clients together in an
+    average federated round. The reference ``local`` has a run ``client-K`` for each client with samples. This client
+    trains in every round. All other settings, such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.

@@ -178,7 +178,7 @@ class Allowed:
 
 
 def step_limit(agreed: Agreed) -> SampleLimit | None:
-    """Return the maximum number of samples in the local steps of one update; None if clients train for epochs."""
+    """Return the maximum total number of samples in an update's local steps; None if clients train for epochs."""
     training = agreed.training
     if training.local_steps is None:
         return None

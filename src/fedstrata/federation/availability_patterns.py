@@ -88,8 +88,8 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
 
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401), or
     with p / (1 − p) if this is smaller. The mean online period is therefore at least one round long. The function
-    stores no state. Each call recomputes a client's chain from the latest round in which the client's state did not
-    depend on the round before.
+    stores no state. Each call computes a client's states again. The computation begins with the latest round whose
+    state did not depend on the state of the previous round.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).

@@ -31,7 +31,7 @@ class FederationConfig:
     Args:
         seed: The experiment's seed.
         training: The settings of local training.
-        model: The model's architecture, without parameters. Pass parameters to each call of the model.
+        model: The model's architecture, without parameters. Parameters are passed to the model in each call.
         outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None in a deployment. Methods use the sizes only for

@@ -223,7 +223,7 @@ class ModelRequest(Request):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names, shapes and dtypes of the reply's update; empty for replies without an update.
+        """Return tensors with the names, shapes and dtypes of the reply's update; ``{}`` if the reply has no update.
 
         Args:
             message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message
@@ -310,7 +310,7 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
 
     Args:
         weights: The model that was sent.
-        message: Tensors with the names, shapes and dtypes of the objective's message, which the reply also contains.
+        message: Tensors with the names, shapes and dtypes of the message that the objective adds to the reply.
     """
     tensors = {f"params/{name}": tensor for name, tensor in weights.params.items()}
     tensors |= {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}

@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client whose part of a batch is too small adds it to another batch (``hold-back``)."""
+        """Whether a client adds its part of a batch to another batch if the part is too small (``hold-back``)."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 

@@ -74,7 +74,7 @@ class Method(Setting):
     """The functions that handle the method's own requests on a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the handlers of the method's own requests and, in a recipe, of the requests of its four components."""
+        """Return the handlers of the method's requests. A recipe adds the handlers of its four components' requests."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False

@@ -27,7 +27,7 @@ class FedAvgFT(Recipe, HeadTuning):
         self.require_samples(config, "method")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the recipe. The server trains the head, and does not send a request for this."""
+        """Return the requests that the recipe may send. The server trains the head without a request to clients."""
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:

@@ -12,7 +12,7 @@ from fedstrata.sampling.graph import Graph
 
 
 class FedGS(Recipe):
-    """FedAvg, but the clients of a round differ in their labels. Over time, all clients are invited equally often.
+    """FedAvg with clients that are chosen to differ in their labels. Over time, all clients are invited equally often.
 
     The clients of a round are far apart in a graph of label similarity, and were rarely invited before. A larger
     ``alpha`` gives the distances more weight relative to earlier invitations (arXiv:2211.13975).

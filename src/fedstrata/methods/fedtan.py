@@ -54,7 +54,7 @@ class FedTAN(Recipe):
                 raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove the key.")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the client sampler's requests, and the request that asks the clients to train at the same time."""
+        """Return the client sampler's requests, and the request that asks the clients of a round to train together."""
         size = agreed.training.batch_size
         reason = f"uses a batch, which has at most training.batch_size = {size} samples"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))

@@ -157,7 +157,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return a spec's section that recreates the method: the settings in effect, and the replaced components."""
+        """Return a section of a spec that recreates the method: the settings in effect and the replaced components."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -192,7 +192,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """List the samplers' requests and the request ``training``; None if a component does not declare requests."""
+        """Return the samplers' requests and the request ``training``; None if a component does not declare requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -261,7 +261,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules for secure sums of training replies and of replies to the data sampler's requests."""
+        """Return the rules for secure sums of replies to the training request and to the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 

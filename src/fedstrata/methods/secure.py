@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:
-    """Return how a secure sum adds up the replies to a recipe's training requests."""
+    """Return the rule by which a secure sum adds up the replies to a recipe's training requests."""
     objective, frozen = recipe.objective, recipe.frozen(config)
     params = {name: w for name, w in config.model.params().items() if name not in frozen}
     bounds = Bounds(config, params, partial(objective.sample_gradients, config.training))

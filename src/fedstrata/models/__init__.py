@@ -1,1 +1,1 @@
-"""Models as pure functions of their parameters, the built-in models, and BatchNorm over several clients."""
+"""Models (pure functions of their parameters), the built-in models, and BatchNorm over several clients."""

@@ -297,7 +297,7 @@ class LocalGroup:
     def leave(self, *members: int) -> None:
         """Record that members have left the group.
 
-        The group stops (see ``abort``) as soon as another member waits for a tensor of a member that has left.
+        The group stops (see ``abort``) as soon as a remaining member waits for a tensor of a member that has left.
         """
         with self._changed:
             self._ended.update(members)

@@ -88,7 +88,7 @@ class Pending:
 
 @handles(Encoded)
 def answer(client: Client, request: Encoded) -> EncodedReply:
-    """Answer the request inside an encoded request, and encode the update in the reply."""
+    """Answer the inner request of an ``Encoded`` request, and encode the update in the reply."""
     client.state.pop(PENDING, None)  # left over from an earlier exchange that was not finished
     inner, before = request.request, dict(client.state)
     if request.delivery is not None:

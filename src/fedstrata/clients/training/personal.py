@@ -77,7 +77,7 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
         round: The round, counted from 1.
 
     Returns:
-        The model, with changes only in the stage's parameters, and the total number of samples in all batches.
+        The model, in which only the stage's parameters have changed, and the total number of samples in all batches.
     """
     stage = client.context.objective.first_stage()
     if stage is None:

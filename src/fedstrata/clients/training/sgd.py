@@ -26,7 +26,7 @@ class ManualSGD:
     """A chain of linear layers with ReLU between the layers, whose parameters are passed to each call.
 
     Args:
-        names: The names of each layer's weight and bias. If a layer does not have a bias, the bias's name is empty.
+        names: The names of each layer's weight and bias. Without a bias, the second name is an empty string.
 
     >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}

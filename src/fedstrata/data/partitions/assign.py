@@ -133,10 +133,10 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
-        owner: The client of each holding, as ``hold_classes`` returns it.
-        held: The class of each holding, as ``hold_classes`` returns it.
+        owner: The client of each holding, in the order of ``hold_classes``. A holding is a class that a client has.
+        held: The class of each holding, in the order of ``hold_classes``.
         rng: The random generator that chooses each client's samples, and the clients that get one sample more.
-        quota: The number of samples of each holding (client and class). By default, all samples are split equally (±1).
+        quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
         The owner of every sample, as an array of shape (samples,). For samples that exceed the quotas, the owner is −1.

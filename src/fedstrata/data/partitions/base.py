@@ -27,7 +27,7 @@ class Assignment:
     Client k has the samples ``indices[offsets[k]:offsets[k + 1]]``.
 
     Args:
-        indices: The samples' indices in the training set, client after client, int64.
+        indices: The indices of the samples in the training set, grouped by client, int64.
         offsets: The positions in ``indices`` at which the clients' samples start, followed by the length of
             ``indices``; shape (N + 1,), int64.
         codes: The index of each client in the data set's ``client_names``, shape (N,); None if the data set does not

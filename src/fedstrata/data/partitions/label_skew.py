@@ -19,8 +19,8 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 class Classes(Partition):
     """Label skew with k classes per client (#C = k). Each class is divided equally among its clients.
 
-    Stratify (section V) and many other papers use this division. The classes of a client are random. Each class has
-    equally many clients (±1), and at least one client.
+    Stratify (section V) and many other papers use this division. The classes of a client are random. Each class is
+    assigned to equally many clients (±1), at least to one.
 
     Args:
         per_client: Number of classes per client.

@@ -71,12 +71,12 @@ class Natural(Partition):
 class SingleClient(Partition):
     """A single client trains on the samples of one or all clients, as a baseline for federated training.
 
-    For centralised training, the single client has the samples of all clients of the partition set in ``of``. For local
-    training, the single client has the samples of one client of this partition.
+    For centralised training, the single client has the samples of all clients of the partition that ``of`` defines. For
+    local training, the single client has the samples of one client of this partition.
 
     Args:
         clients: Number of clients: always 1.
-        of: Partition into clients. The single client gets the samples of these clients, or of one of them (``only``).
+        of: Partition from which the single client gets its samples.
         only: Id (from 0) of the client whose samples are used. Default: the samples of all clients.
     """
 

@@ -42,7 +42,7 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
-        balance: What is drawn. ``class``: each class's distribution over the clients; client sizes differ.
+        balance: Distributions to draw. ``class``: each class's distribution over the clients; client sizes differ.
             ``client``: each client's distribution over the classes; client sizes are equal (±1).
         prior: Parameters of the Dirichlet distribution if ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
@@ -186,7 +186,7 @@ class Given(Partition):
         return [np.array(part, dtype=np.int64) for part in self.indices]
 
     def packed(self) -> bytes:
-        """Return the indices in the form of a ``.npz`` file, for the setting ``file``."""
+        """Return the indices as the bytes of a ``.npz`` file, for the setting ``file``."""
         lists = Assignment.from_lists([np.array(part, dtype=np.int64) for part in self.indices])
         content = io.BytesIO()
         np.savez(content, indices=lists.indices, offsets=lists.offsets)

@@ -89,7 +89,7 @@ class Encoded(Request):
     """A request that contains another request. The inner request's model, the reply's update, or both are encoded.
 
     Args:
-        request: The inner request. Its model has parameters only if ``delivery`` is None.
+        request: The inner request. It contains the model's parameters only if ``delivery`` is None.
         round: The round, counted from 1.
         exchange: Id of the exchange in this run. Ids start at 1 and ascend.
         delivery: The encoded model; None if the inner request contains the model.
@@ -114,7 +114,7 @@ class Coefficients(Request):
     """A request for what a client adds to PowerSGD's second sum: the product of its update and the matrices P.
 
     Args:
-        exchange: Id of the exchange, which is the same as for the first sum.
+        exchange: Id of the exchange; the first and the second sum have the same id.
         frame: The matrices P of the first sum, with orthonormalised columns, packed into bytes.
     """
 

@@ -71,7 +71,7 @@ class _Term:
 
 
 class SecondForm(ModelForm):
-    """The form (layout) of a client's term of the second sum, w_k M_kᵀ P, and of all other numbers in the reply.
+    """The layout of replies for the second sum: the client's term w_k M_kᵀ P, and all other numbers.
 
     The columns of P are orthonormal. An element of M_kᵀ P is therefore at most √rows times as large as the largest
     element of M_k.

@@ -111,7 +111,7 @@ def weight_by_size(config: FederationConfig, largest: int) -> Weight:
 
     Args:
         config: The settings that server and clients share.
-        largest: The maximum number of samples of a client that replies.
+        largest: An upper bound for the number of samples of any replying client.
     """
     return Weight("samples", lambda reply: reply.size, largest * config.places)
 
@@ -253,7 +253,7 @@ class Sums:
 
 
 class Form(Protocol):
-    """The conversion of replies to the vectors that a secure sum adds up.
+    """A rule that converts replies to the vectors of a secure sum.
 
     Each Python class of requests has one form.
     """

@@ -50,7 +50,7 @@ class Member:
         return cls(Site(job_of(seed), identity, KeyIsCertificate(), parties=parties, exchanges=1))
 
     def answer(self, message: Message | None) -> Message | None:
-        """Return the reply to a message of the protocol. Do not pass a message that begins an exchange."""
+        """Return the reply to a message of the protocol. The message must not begin an exchange."""
         site = self.site
         if message is None:
             return site.package()

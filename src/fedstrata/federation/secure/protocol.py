@@ -41,7 +41,7 @@ vectors of at least t − m honest sites.** The proof needs three checks by hone
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
 The n − m honest sites have fewer than 2(t − m) votes.
 
-*Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites did not vote for U. Honest
+*Suppose that a set U is signed t times.* Then at most (n − m) − (t − m) = n − t honest sites have not signed U. Honest
 sites that answered ``RevealAll`` have revealed shares of self seeds. Consider an honest site outside U. With the
 colluders' shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only
 colluders reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never
@@ -59,13 +59,13 @@ revealed R' therefore needs t − m honest votes in a single context, so the pro
 The proof needs a threshold t with 2t > n + m. If a server could choose t close to n / 2, the protocol would not
 tolerate even one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-A request may *continue* the previous request. Both sums then contain the vectors of the same sites. A site hashes the
-request together with the set for which the site voted before (``continued``), and votes only for this set. Therefore,
-all honest sites of this set have already voted for it, so the previous sum can only have been unmasked over this set.
+If a request *continues* the previous request, both sums contain the vectors of the same sites. A site then votes only
+for the set for which it voted before, and hashes the request with this set (``continued``). Therefore, all honest sites
+of this set have already voted for this set. The previous sum cannot have been unmasked over another set.
 
-The protocol has limits. If a request does not continue the previous request, the server may unmask sums over two
-sets that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The
-server can always stop a run.
+The protocol has limits. If a request does not continue the previous request, the server can unmask sums over two sets
+that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The server
+can always stop a run.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Roster(Message):
     """The group of sites that takes part in several secure sums.
 
     Args:
-        packages: The package of each site, sorted by the sites' names.
+        packages: The message ``Package`` of each site, sorted by the sites' names.
         threshold: Number t of sites that are needed to unmask a sum.
     """
 
@@ -242,7 +242,7 @@ class Deal(Message):
 
 @record("secure/Delivery")
 class Delivery(Message):
-    """The sites that take part in a roster's sums, and the boxes (encrypted shares) that they sent to one site.
+    """The sites of a roster that take part in the sums, and the boxes (encrypted shares) that they sent to one site.
 
     Args:
         members: The sites that have sent shares (R'), in ascending order.
@@ -309,7 +309,7 @@ class RevealAll(Message):
 
 @record("secure/Propose")
 class Propose(Message):
-    """A request to vote for the sum over some of the members.
+    """A request to vote for a set of members over which the sum is taken.
 
     Args:
         exchange: The index of the exchange.
@@ -349,8 +349,8 @@ class Shares(Message):
     """The shares that a site reveals: shares of other sites' seeds and of its own seeds.
 
     Args:
-        selfs: A mapping from the owner of each self seed to the share of this seed.
-        pairs: A mapping from the owner of each pair seed to the share of this seed. No site is in both mappings.
+        selfs: A mapping from sites to the shares of their self seeds.
+        pairs: A mapping from sites to the shares of their pair seeds. No site is in both mappings.
     """
 
     selfs: dict[str, bytes]
@@ -371,7 +371,7 @@ class Opened(Message):
 
 
 def continued(question: bytes, members: Sequence[str]) -> bytes:
-    """Return the hash of a request whose sum must have the same contributors (``members``) as the previous sum."""
+    """Return the hash of a request for a sum over the same sites (``members``) as the previous sum."""
     return digest("continued", question, members)
 
 

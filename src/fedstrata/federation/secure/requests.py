@@ -92,8 +92,8 @@ class Dealt(Message):
 
     Args:
         deal: The site's shares for the other sites (``protocol.Deal``).
-        package: The site's public keys for its next roster (``protocol.Package``). With this package, a separate
-            request for the keys of the next roster is not needed.
+        package: The site's public keys for its next roster (``protocol.Package``). The reply contains these keys so
+            that the server does not have to request them separately.
     """
 
     deal: Message

@@ -133,7 +133,7 @@ class Ring:
     ) -> Words:
         """Encode a site's numbers, and return the message, shape (``length``,).
 
-        Real numbers are truncated to multiples of 2⁻³² units, and then rounded to integers at random, without bias.
+        Real numbers are truncated to multiples of 2⁻³² units. An unbiased random rounding to integers follows.
 
         Args:
             parts: The vectors, before multiplication by ``weights``.

@@ -63,8 +63,8 @@ class Event:
 class Server:
     """The server's side of secure sums with one roster (group of sites).
 
-    When you call a method, include only the sites that answered in time. Messages may contain any values: a faulty
-    message counts as missing, and ``events`` contains the reason.
+    Pass to each method only messages that arrived in time. Messages may contain any values: a faulty message counts as
+    missing, and ``events`` contains the reason.
 
     Args:
         job: The job's hash.

@@ -214,7 +214,7 @@ def count_messages(
 
     Args:
         federation: The federation.
-        question: The request without the protocol's message ``Begin``. The log already includes the bytes of the
+        question: The request, before the message ``Begin`` is added to it. The log already includes the bytes of the
             request and of the vectors.
         length: Number of elements of a vector.
         clients: The clients of the roster.

@@ -263,7 +263,7 @@ class Site:
         return MaskedVector(torch.from_numpy(masked.view(np.int32)), In(enough, signature))
 
     def reveal_all(self, message: RevealAll) -> Shares:
-        """Vote for the sum over all members, and return the shares that unmask the sum.
+        """Vote for the set of all members, and return the shares that unmask the sum over this set.
 
         Raises:
             RefusedError: A check failed.
@@ -318,8 +318,8 @@ class Site:
         """Delete the secrets of an exchange after the server has unmasked its sum.
 
         Returns:
-            True if the server says that the sum contains this site's vector. If True, the caller keeps the new state
-            that belongs to this vector.
+            True if the server says that the sum contains this site's vector. In this case, the caller must store the
+            new state that was computed together with this vector.
 
         Raises:
             RefusedError: The site has voted for another set, or the exchange is not the site's latest exchange.
