@@ -196,7 +196,7 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(SpecError, match=r"is not valid TOML: .*line 1"):
         Experiment.from_toml(write(tmp_path, "[method\n"))
     (tmp_path / "spec.toml").write_bytes(b"seed = 1 # \xff\n")
-    with pytest.raises(SpecError, match="cannot be read: 'utf-8' codec"):
+    with pytest.raises(SpecError, match=r"cannot be read \('utf-8' codec"):
         Experiment.from_toml(tmp_path / "spec.toml")
 
 
@@ -326,7 +326,7 @@ def test_arguments_that_toml_cannot_hold_are_refused():
 
 
 def test_a_path_with_a_null_byte_is_none():
-    with pytest.raises(SpecError, match=r"spec = 'a\\x00b': cannot be read: embedded null byte"):
+    with pytest.raises(SpecError, match=r"spec = 'a\\x00b': cannot be read \(embedded null byte\)"):
         read_table("a\0b")
 
 

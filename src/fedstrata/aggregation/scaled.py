@@ -29,8 +29,8 @@ class Normalised(MeanBySize):
     Client k, which takes τ_k steps, has the weight p_k (Σ_j p_j τ_j) / τ_k. Here, p_k is the client's weight in the
     aggregator ``size``. With momentum, τ_k is replaced by the total weight of all gradients in the update (see
     ``gradient_weights``). The gradient includes weight decay, and terms that an objective adds to the loss. In the
-    authors' program, unlike here, FedProx's term changes the gradients' weights in the update. BatchNorm's buffers are
-    averaged with the weights p_k.
+    authors' program, unlike here, FedProx's term affects how much each gradient counts in the update. BatchNorm's
+    buffers are averaged with the weights p_k.
     """
 
     needs_replies = ""

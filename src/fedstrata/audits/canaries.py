@@ -109,8 +109,9 @@ def audit_canaries(
         canaries: The number of canaries.
         client: The client that has the canaries. Default: the client with the most samples.
         confidence: The confidence level of the bound.
-        divide_noise: The divisor of the noise. A divisor above 1 checks the audit itself (a control). The accountant's
-            ε still refers to the run's original noise. If the number is large, the bound should therefore exceed ε.
+        divide_noise: The divisor of the noise. Use a divisor above 1 to test the audit itself (as a control). The
+            accountant's ε still refers to the run's original noise. If the number is large, the bound should therefore
+            exceed ε.
         seed: The seed with which the canaries are drawn. Two audits with the same seed have the same result.
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.

@@ -53,8 +53,8 @@ def rows(audit: Audit) -> list[Row]:
     """Return the rows of the table.
 
     Each kind of target has a row for the baseline and a row for each attack. The first rows contain the results for the
-    controls, sorted by the number of images. A control is a feature of one or more images, for comparison. The last
-    rows contain the results for prototypes.
+    controls, sorted by the number of images. A control is a feature of one or more images that serves for comparison.
+    The last rows contain the results for prototypes.
     """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))

@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Suggest an accepted word that is similar to an unknown word. The result is meant for the end of an error message.
+    """Suggest an accepted word that is similar to an unknown word, as the end of a sentence in an error message.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')

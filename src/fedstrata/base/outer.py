@@ -18,7 +18,7 @@ def installed() -> list[str]:
 
 
 def commands() -> list[Any]:
-    """Return the modules ``cli`` of the installed optional packages. These modules define the packages' commands."""
+    """Return the module ``cli`` of each installed optional package, which defines the package's commands."""
     return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed()]
 
 

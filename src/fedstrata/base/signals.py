@@ -100,9 +100,9 @@ def _runs(function: Callable[..., object], frame: FrameType | None) -> bool:
 def end_with_parent(asked_by_main_thread: bool) -> None:
     """Let this process end when its parent process ends, even if the parent is killed.
 
-    ``multiprocessing`` must have started this process. When the parent ends, a pipe is closed. A thread that waits for
-    the closed pipe then sends SIGTERM to this process, and kills it after ``GRACE`` seconds. On Linux, the kernel also
-    sends SIGTERM, because other processes may keep the pipe open.
+    ``multiprocessing`` must have started this process. When the parent ends, a pipe is closed. A waiting thread notices
+    this, sends SIGTERM to this process, and kills it after ``GRACE`` seconds. On Linux, the kernel also sends SIGTERM,
+    because other processes may keep the pipe open.
 
     Args:
         asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started this

@@ -93,7 +93,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 def owners(key: str, besides: str = "") -> list[str]:
     """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If the key exists only for some of a section's names, such as ``dirichlet``, these names are added in brackets.
+    If the key exists only for some values of ``name``, such as ``dirichlet``, these values are added in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.

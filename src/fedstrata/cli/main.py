@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the argument parser with all commands.
 
     The parsed options have the attribute ``work``, the function that runs the command. Some commands also set the
-    attribute ``after_interrupt``, a text with advice that is printed after an interrupt.
+    attribute ``after_interrupt``, the advice that is printed after an interrupt.
     """
     usage = "fedstrata [-h] [--version] COMMAND ..."
     whole: argparse.ArgumentParser = Parser(prog="fedstrata", usage=usage, formatter_class=Layout)

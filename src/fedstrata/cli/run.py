@@ -60,8 +60,8 @@ def _run(options: argparse.Namespace) -> int:
     if resume:
         out = options.resume
         if options.spec is not None or options.out is not None:
-            problem = "cannot be combined with SPEC or --out. A resumed run keeps its spec and its folder. To change "
-            problem += "settings such as training.rounds, use --set."
+            problem = "cannot be combined with SPEC or --out. Remove them. To change settings such as training.rounds, "
+            problem += "use --set."
             raise SpecError("--resume", problem, str(out))
         spec = spec_of(out, "--resume", options.overrides)
     else:

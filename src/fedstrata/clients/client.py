@@ -66,7 +66,7 @@ class ClientContext:
         tells_values: Whether the reply to an evaluation request contains the metrics on the client's own samples. The
             reply always contains sums, from which the server computes the metrics over all clients.
         privacy: The privacy settings. The clients' site may require more samples per reply than the spec requires.
-        forms: A function that returns how replies to each class of requests are laid out in sums (``privacy.sums``).
+        forms: A function that returns the layout of replies in sums (``privacy.sums``), for each class of requests.
         prepared: The results that ``cached`` stores, as a mapping from each function to its result.
         keys: Secret keys that are known to all clients but not to the server. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the

@@ -119,7 +119,7 @@ class LocalEngine(Engine):
     def n_contributing(self, number: ClientId) -> int:
         """Return the number of samples that contributed to a client's latest reply; 0 if the number is unknown.
 
-        The number is known only from the reply until ``commit``. The handler must also have run in this process, and
+        The number is known only between the reply and ``commit``. The handler must also have run in this process, and
         must have called ``authorize_release``.
         """
         client = self._pending.get(number)

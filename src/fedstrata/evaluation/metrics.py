@@ -117,7 +117,7 @@ class Metric(Setting):
         return cls.of_sums is not Metric.of_sums if task.has_classes else cls.of_tables is not Metric.of_tables
 
     def check_rows(self, rows: Rows, task: Task) -> None:
-        """Check that the metric supports ``task``, which is not plain classification.
+        """For a ``task`` other than plain classification, check that the metric supports it.
 
         Args:
             rows: The predictions of a few samples.

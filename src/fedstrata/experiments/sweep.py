@@ -66,7 +66,7 @@ class Sweep:
         values: A mapping from each label to the primary metric on the validation samples, as mean and spread over the
             seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
-        notes: A mapping from the label of each cell that cannot be the best cell to the reason, such as pruning.
+        notes: A mapping from labels of cells that cannot be the best cell to the reasons, such as pruning.
         primary: The primary metric, which is ``evaluation.primary`` of the first cell.
         best_of_methods: A mapping from each method to the label of its best cell. Methods without a best cell are left
             out.

@@ -310,7 +310,7 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
 
     Args:
         weights: The model that was sent.
-        message: Tensors with the names, shapes and dtypes of the message that the objective adds to the reply.
+        message: Tensors with the names, shapes and dtypes of those that the objective adds to the reply.
     """
     tensors = {f"params/{name}": tensor for name, tensor in weights.params.items()}
     tensors |= {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}

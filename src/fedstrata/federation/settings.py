@@ -94,7 +94,7 @@ class ClientDP(Setting):
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
         colluding: Number of clients that may reveal their noise to the server without making ε invalid. With 0, ε does
-            not limit what clients learn. A client that subtracts its own noise sees less noise than ε assumes.
+            not limit what other clients learn, because each client can subtract its own noise.
     """
 
     clip: PositiveFloat

@@ -1,1 +1,1 @@
-"""Models (pure functions of their parameters), the built-in models, and BatchNorm over several clients."""
+"""The interface of models (pure functions of their parameters), built-in models, and BatchNorm over several clients."""

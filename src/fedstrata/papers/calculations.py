@@ -219,7 +219,7 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 
     Args:
         counts: Number of samples at each client.
-        cap: Maximum number of samples of the label that one epoch uses (the cap of the frequency f_l).
+        cap: Maximum number of samples that one epoch uses of the label (the cap of the frequency f_l).
         batch: Number of samples per batch.
         seed: Seed of the random draws.
 

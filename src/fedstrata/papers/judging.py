@@ -139,7 +139,7 @@ class _Case:
         self.other = f"`{self.others[0]}`" if len(self.others) == 1 else "each baseline"
         """The name of the other row or rows, as it appears in texts about the claim."""
         self.both = f"`{self.row}` and {self.other}"
-        self.instead = f"With `{self.row}` instead of {self.other.replace('each baseline', 'the baseline in brackets')}"
+        self.instead = f"With `{self.row}` instead of {self.other.replace('each', 'a')}"
         """Two phrases about the compared rows, which appear in texts about the claim."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
@@ -172,10 +172,10 @@ class _Case:
         wanted: Order = "above",
         unit: str = "points",
     ) -> Judgement:
-        """Judge whether the differences between all compared places have the sign that the claim states.
+        """Judge whether all differences between compared places have the sign that the claim states.
 
         Args:
-            texts: Two introductions. The first begins a sentence, which one or two differences complete.
+            texts: Two introductions. The first begins a sentence that ends with one or two differences.
                 The second is a whole sentence before three or more differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the result that is passed to ``figures``.
@@ -283,7 +283,7 @@ def _near(case: _Case) -> Judgement:
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
     texts = (
-        f"Compared with `{reference}`, the accuracy of `{row}` differs by",
+        f"The accuracy of `{row}` differs from its accuracy with `{reference}` by",
         f"In each setting, we compare the accuracy of `{row}` with its accuracy in the setting `{reference}`.",
     )
     return case.by_metrics(lambda metric: case.judged(texts, places, metric))
@@ -395,8 +395,8 @@ def _sooner(case: _Case) -> Judgement:
 
     goal = "the same accuracy (the best accuracy of the weaker run)"
     texts = (
-        "The runs' goal is the best accuracy of the weaker run. "
-        f"{case.instead}, the number of rounds to reach this goal changes by",
+        "Both runs must reach the best accuracy of the weaker run. "
+        f"{case.instead}, the number of rounds to reach this accuracy changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",
     )
     return case.judged(texts, case.places(), "curve", rounds, "below", "rounds")

@@ -122,8 +122,8 @@ def _label_variance() -> Made:
     # The variable ``random`` is for random draws from all samples, and ``alone`` is for a client with only one label.
     random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
     text = (
-        f"{scheduled:.4f} if the schedule draws the samples, {random:.4f} if they are random draws from all samples, "
-        f"and {alone:.1f} if all 64 samples are from a client with only one label"
+        f"{scheduled:.4f} if the labels follow the schedule, {random:.4f} if the samples are random draws from all "
+        f"samples, and {alone:.1f} if all 64 samples are from a client with only one label"
     )
     values = {"schedule": scheduled, "random": random, "client": alone}
     return text, values, [scheduled <= (1 - DRAWN) * other for other in (random, alone)]

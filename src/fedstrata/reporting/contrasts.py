@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     """A resource that each run uses, such as bytes sent.
 
     Args:
-        columns: The columns of each round's record whose sum is the amount of the resource used in the round.
+        columns: The columns to add up in each round's record. The sum is the amount of the resource used in the round.
         unit: The unit in which the amount is shown.
         axis: The title of the axis that shows the amount in charts.
         factor: The factor that converts recorded values to the shown unit.

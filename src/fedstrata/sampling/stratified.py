@@ -1,6 +1,6 @@
-"""Divide clients into strata by their compressed gradients, and draw clients from the strata, as in FedSTS.
+"""Divide clients into strata by compressed gradients, and draw from the strata (FedSTaS, Algorithms 1 and 2).
 
-The symbols are the same as in Algorithms 1 and 2 of FedSTaS. The compressed gradient of client k is Z_k. A stratum is a
+The symbols are the same as in the paper. The compressed gradient of client k is Z_k. A stratum is a
 group of clients, and there are H strata. In stratum h, there are N_h clients and m_h draws, and the gradients Z_k have
 the standard deviation S_h. Neyman's allocation is m_h ∝ N_h S_h.
 """
@@ -59,8 +59,8 @@ class StratifiedState:
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, which determines the sketches.
-        clusters: The state of k-means between rounds; None if k-means starts from scratch in every round. K-means
-            starts from scratch with at most ``FITTED`` clients, or with new gradients from all clients.
+        clusters: The state of k-means between rounds; None if k-means starts from scratch in every round. This is the
+            case if there are at most ``FITTED`` clients, or if all clients sent new gradients.
     """
 
     known: Ints
@@ -109,8 +109,8 @@ class Stratified(ClientSampler):
         start: Initial centres of k-means. ``random``: random gradients, as in the paper. Default: ``k-means++``.
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
-            paper. ``systematic``: clients are drawn in equal steps along a list, so that each client's probability is
-            known (Madow 1949).
+            paper. ``systematic``: in equal steps of cumulative probability, so that each client's probability is known
+            (Madow 1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least 1. ``proportional``: in proportion to the stratum's

@@ -101,7 +101,7 @@ class SiteDirectory:
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: No site can begin. Or too few sites can begin, and the setting ``fewer`` is ``abort``.
+            FedstrataError: No site can begin, or ``fewer`` is ``abort`` and too few sites can begin.
         """
         if not count:
             reasons = _listed(self.excluded.values())

@@ -84,7 +84,7 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data for a job, and limit the trials from which jobs learn about the data.
+    """Let the ``with`` block read a site's data for a job. Limit the number of failed reads, which reveal something.
 
     By learning whether the spec's description fits the data, a job learns something about the data. Each different
     description counts as a trial. A failed request also counts as a trial. If the same request later succeeds, for
@@ -258,7 +258,7 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The declaration's entry that allows the request.
         position: The progress of the run after the reply to the request.
-        digests: The hashes of all variants of the request, if clients add up tensors for the reply; otherwise empty.
+        digests: The hashes of all variants of the request; empty unless the clients add up tensors for the reply.
             After other clients failed, the server may send another variant.
         again: Whether the client gets this request again, because another client failed.
     """
@@ -421,7 +421,7 @@ class Guard:
         if relay_id == self._relay_over:
             raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched the model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
-            problem = "this site allows only relays from site to site, but the server could read this relay's models"
+            problem = "the server could read the relay's models, but this site accepts only relays that prevent this"
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:

@@ -28,7 +28,7 @@ def checked_kit(kit: Path) -> int:
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
     """Check the folder of the server or a site, and prepare the start of NVFlare.
 
-    If this party may start, set the paths, the log settings and the permissions of the files in the folder.
+    If this party may start, set its paths, its log settings, and the permissions of ``startup`` and ``local``.
 
     Args:
         kit: The folder.

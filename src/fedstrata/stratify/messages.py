@@ -113,8 +113,8 @@ class GatheredReply(ReserveReply):
     Args:
         batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
             ``missing`` is True for an entry, its batch has no meaning.
-        held: True for each entry whose sample the client holds back. A client holds back a sample if no batch would
-            contain enough of the client's samples. ``missing`` is then also True, and the sample stays unused.
+        held: True for each entry whose sample the client holds back. A client holds back a sample that it cannot move
+            to a batch with enough of its samples. ``missing`` is then also True, and the sample stays unused.
     """
 
     batches: Tensor

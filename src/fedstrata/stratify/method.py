@@ -53,7 +53,7 @@ class Stratify(Method):
     portions are rounded down, and a client may use a sample twice to fill the schedule.
 
     A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
-    have no effect. A batch contains ``training.batch_size`` samples, counted over all clients. Client
+    have no effect. By default, a batch contains ``training.batch_size`` samples over all clients. Client
     optimisers other than SGD cause an error.
 
     Args:

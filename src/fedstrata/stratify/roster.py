@@ -65,7 +65,7 @@ class Roster:
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
-        """Return the indices of all pairs (label, ``client``) for which the client has no unused samples left.
+        """Return the rows (pairs of a label and ``client``) that have no unused samples according to a reply.
 
         Args:
             client: The client that replied.

@@ -20,7 +20,7 @@ class Classes(Partition):
     """Label skew with k classes per client (#C = k). Each class is divided equally among its clients.
 
     Stratify (section V) and many other papers use this division. The classes of a client are random. Each class is
-    assigned to equally many clients (±1), at least to one.
+    assigned to the same number of clients (±1), and to at least one.
 
     Args:
         per_client: Number of classes per client.

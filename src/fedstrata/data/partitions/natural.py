@@ -71,7 +71,7 @@ class Natural(Partition):
 class SingleClient(Partition):
     """A single client trains on the samples of one or all clients, as a baseline for federated training.
 
-    For centralised training, the single client has the samples of all clients of the partition that ``of`` defines. For
+    For centralised training, the single client has all samples of the partition in ``of``. For
     local training, the single client has the samples of one client of this partition.
 
     Args:

@@ -42,8 +42,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
-        balance: Distributions to draw. ``class``: each class's distribution over the clients; client sizes differ.
-            ``client``: each client's distribution over the classes; client sizes are equal (±1).
+        balance: Which distributions are drawn. ``class``: each class's distribution over the clients; client sizes
+            differ. ``client``: each client's distribution over the classes; client sizes are equal (±1).
         prior: Parameters of the Dirichlet distribution if ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
@@ -134,9 +134,9 @@ class Given(Partition):
 
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
-        file: A ``.npz`` file that replaces ``indices``. fedstrata searches for a relative path in the spec's folder,
-            then in the working directory. The file's array ``indices`` contains the samples client by client. Its array
-            ``offsets`` contains each client's first position in ``indices``, followed by the length of ``indices``.
+        file: A ``.npz`` file that replaces ``indices``. The path is relative to the spec or the working directory. The
+            file's array ``indices`` contains the samples client by client. Its array ``offsets`` contains each client's
+            first position in ``indices``, followed by the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -61,7 +61,7 @@ tolerate even one colluder. Sites therefore refuse a roster with a threshold bel
 
 If a request *continues* the previous request, both sums contain the vectors of the same sites. A site then votes only
 for the set for which it voted before, and hashes the request with this set (``continued``). Therefore, all honest sites
-of this set have already voted for this set. The previous sum cannot have been unmasked over another set.
+of this set have already voted for this set. The previous sum cannot have been unmasked for another set.
 
 The protocol has limits. If a request does not continue the previous request, the server can unmask sums over two sets
 that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The server

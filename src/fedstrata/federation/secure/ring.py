@@ -133,7 +133,7 @@ class Ring:
     ) -> Words:
         """Encode a site's numbers, and return the message, shape (``length``,).
 
-        Real numbers are truncated to multiples of 2⁻³² units. An unbiased random rounding to integers follows.
+        Real numbers are truncated to multiples of 2⁻³² units. Then they are randomly rounded to integers, without bias.
 
         Args:
             parts: The vectors, before multiplication by ``weights``.

@@ -300,7 +300,7 @@ class Site:
         """
         current, joined = self._exchange(message.exchange)
         if current.voted is None or not current.signed:
-            raise RefusedError("votes", "the server asked for shares before the site voted for a set of sites")
+            raise RefusedError("votes", "the server asked for shares before the site signed a set of sites")
         signed = protocol.vote_statement(current.context, current.voted)
         votes = {
             name

@@ -120,10 +120,10 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     if not complete:
         return "This page will rank the methods when at least one method has finished all seeds."
     compositions = sum(name in protocol.compositions for name in {name for each in shown for name in each.complete})
-    counted = f" and {compositions} compositions of methods" if compositions else ""
+    counted = f" (including {compositions} compositions)" if compositions else ""
     finished = sum(not each.missing for each in shown)
     text = (
-        f"This page ranks {complete - compositions} tuned methods{counted} for training with dropouts. Each column is "
+        f"This page ranks {complete} tuned methods{counted} for training with dropouts. Each column is "
         f"a setting. {len(shown)} of {columns} columns have results, and {finished} columns are finished."
     )
     return f"{text}\n\n{INTERVALS}"

@@ -87,7 +87,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        A mapping with the counts of each client that replied, in the order of the client's placeholders. If the counts
+        A mapping from each replying client to its counts, in the order of the client's placeholders. If the counts
         contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}

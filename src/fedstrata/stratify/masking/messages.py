@@ -186,7 +186,7 @@ class Compare(Request):
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(
-                f"the reply contains {len(reply.places)} labels, but there are only {self.classes} classes"
+                f"the reply contains {len(reply.places)} positions, but there are only {self.classes} classes"
             )
 
 

@@ -60,7 +60,7 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns in one ciphertext of the unique list. Each column contains one entry of the list."""
+        """The number of columns in one ciphertext (page) of the unique list. A column has room for one entry."""
         return min(self.classes, self.slots)
 
     @property
