@@ -185,7 +185,7 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"validation": 0.1},
             fs.Given(indices=[[0, 1], [2, 3]]),
-            "evaluation.validation = 0.1: each client has so few samples",
+            "evaluation.validation = 0.1: no client has enough samples to hold out",
         ),
     ],
 )
