@@ -120,7 +120,7 @@ def measure(label: str, clients: int, model: str) -> dict[str, float]:
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "With up to 1,000 clients, FedSTS's default (*all*) takes more time than training. Selection is everything "
-        "that the client sampler does in a round, including the work of the clients. In each round, "
+        "that the client sampler does in a round, including the work that it causes at the clients. In each round, "
         f"{INVITED} clients train for five epochs on {SAMPLES} samples of MNIST each. Times are medians of processor "
         "time.",
         "",

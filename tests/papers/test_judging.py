@@ -278,7 +278,7 @@ def test_a_row_in_one_column_no_worse_than_in_another(table, x, verdict):
     found = judged(Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): x, ("b", "y"): BASE}))
     assert found.verdict == verdict
     support = "A comparison supports the claim if its whole interval is above −1 points. "
-    support += "The accuracy of `b` differs from its accuracy with `y` by"
+    support += "The accuracy of `b` in a setting, minus its accuracy in the setting `y`, is"
     assert found.measure == (support if verdict != "not tested" else "The claim is")
 
 

@@ -123,7 +123,7 @@ def test_what_is_not_run_is_one_line(table):
 def test_a_single_published_figure_is_compared_with_the_prediction_interval(table):
     # b has the figures 80, 90.2 and 84.9: mean 85.03, sd 5.1013, t with 2 degrees of freedom 4.3027. The interval of
     # the mean is ± 12.7, and that of another run ± 4.3027 · 5.1013 · √(4/3) = 25.35: from 59.69 to 110.38.
-    outside = "the number in the paper is outside our 95 % interval for the result of another seed"
+    outside = "the paper's number is outside this range"
     for published, said in ((71.25, False), (59.70, False), (59.68, True)):
         table.published["b"]["x"] = published
         text = f"{outside}:\n\n- `x`: `b`\n"
@@ -134,7 +134,7 @@ def test_a_single_published_figure_is_compared_with_the_prediction_interval(tabl
 def test_a_published_margin_is_compared_with_the_prediction_interval_of_our_differences(table):
     # b − a is 10, 10.2 and 9.9: mean 10.033, sd 0.15275, so another difference lies within ± 4.3027 · 0.15275 · √(4/3)
     # = 0.7589, from 9.274 to 10.792. The paper's figure of a is 76.
-    outside = "the difference from `a` in the paper is outside our 95 % interval for the result of another seed"
+    outside = "the paper's difference from `a` is outside this range"
     for published, said in ((85.28, False), (85.27, True), (86.79, False), (86.80, True)):
         table.published["b"]["x"] = published
         text = f"{outside}:\n\n- `x`: `b`\n"

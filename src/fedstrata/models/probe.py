@@ -19,7 +19,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
     The pass also shows which buffers are constant; see ``Model.keep_constant``.
 
     Args:
-        model: The model, whose values do not change.
+        model: The model. Its parameters and buffers do not change.
         x: Some samples. If there is only one, it is repeated. If there are none, two samples of zeros are used.
 
     Raises:

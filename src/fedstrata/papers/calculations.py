@@ -64,7 +64,7 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
     """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
 
     If no client is drawn from a stratum, the other strata have larger weights in the mean update, so this update is
-    biased. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
+    biased. As in ``fedssar_bias``, we assume that updates of different strata are orthogonal and have equal norms.
 
     Args:
         sizes: Number of clients N_h in each stratum.
@@ -219,7 +219,7 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 
     Args:
         counts: Number of samples at each client.
-        cap: Maximum number of samples that one epoch uses of the label (the cap of the frequency f_l).
+        cap: Maximum number of samples of the label per epoch (the cap of the frequency f_l).
         batch: Number of samples per batch.
         seed: Seed of the random draws.
 

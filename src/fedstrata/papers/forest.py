@@ -22,8 +22,8 @@ def forest(judgements: Sequence[Judgement]) -> str:
     """Draw the accuracy differences of all claims, with one panel per paper.
 
     A thick line is the 95 % interval of a single comparison. The thin lines are Bonferroni-corrected: with 95 %
-    confidence, all thin intervals of a claim hold simultaneously. The colour depends on the interval that decides the
-    verdict. Blue intervals support the claim, orange intervals show the opposite, and grey intervals are not
+    confidence, all thin intervals of a claim contain the true values. The colour depends on the interval that decides
+    the verdict. Blue intervals support the claim, orange intervals show the opposite, and grey intervals are not
     significant.
 
     Args:

@@ -283,7 +283,7 @@ def _near(case: _Case) -> Judgement:
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
     texts = (
-        f"The accuracy of `{row}` differs from its accuracy with `{reference}` by",
+        f"The accuracy of `{row}` in a setting, minus its accuracy in the setting `{reference}`, is",
         f"In each setting, we compare the accuracy of `{row}` with its accuracy in the setting `{reference}`.",
     )
     return case.by_metrics(lambda metric: case.judged(texts, places, metric))

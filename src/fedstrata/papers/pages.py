@@ -41,7 +41,7 @@ ABOUT_FOREST = f"""\
 
 Blue differences in accuracy support the claim, orange differences show the opposite, and grey differences are
 not significant. A thick line is the 95 % interval of one comparison. The thin lines are Bonferroni-corrected: with
-95 % confidence, all thin intervals of a claim hold simultaneously. *#C=1* means one class per client."""
+95 % confidence, all thin intervals of a claim contain the true values. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
     f"Download [all claims]({CLAIMS_CSV}) and [all tables]({TABLES_CSV}) as CSV."

@@ -67,7 +67,8 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
         lines += ["", *markdown([["setting", "also compared", "difference"], *more])]
     for what, places in (("number", outside), (f"difference from `{table.baseline}`", margins)):
         if places:
-            text = f"In these rows, the {what} in the paper is outside our 95 % interval for the result of another seed"
+            text = "We computed the range in which we expect the result of one more seed (95 % prediction interval). "
+            text += f"In these rows, the paper's {what} is outside this range"
             listed = (f"- `{column}`: {', '.join(methods)}" for column, methods in places.items())
             lines += ["", f"{text}:", "", *listed]
     lines += _taken_over([result for result in cells.values() if "source" in result])

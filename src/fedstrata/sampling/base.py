@@ -124,7 +124,7 @@ class ClientSampler(Setting):
     """Whether the sampler asks clients for their exact numbers of samples."""
 
     needs_replies: ClassVar[str] = ""
-    """Why the server needs individual replies, such as "compares updates". See ``Aggregator.needs_replies``.
+    """The reason for needing individual replies, for example "compares updates". See ``Aggregator.needs_replies``.
     """
 
     def most_invited(self, config: FederationConfig) -> int:
@@ -251,7 +251,7 @@ class DataSampler(Setting):
     """The functions that handle the sampler's own requests on a client; see ``fedstrata.clients.handling``."""
 
     needs_replies: ClassVar[str] = ""
-    """Why the server needs individual replies, such as "compares updates". See ``Aggregator.needs_replies``.
+    """The reason for needing individual replies, for example "compares updates". See ``Aggregator.needs_replies``.
     """
 
     def check(self, config: FederationConfig) -> None:

@@ -118,7 +118,7 @@ class Graph(ClientSampler):
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """If replies are counted, add 1 to the count of each client that replied.
 
-        If invitations are counted, the state does not change.
+        If the sampler counts invitations, this method does not change the state.
         """
         if self.counted == "invited":
             return state

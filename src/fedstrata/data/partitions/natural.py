@@ -71,8 +71,8 @@ class Natural(Partition):
 class SingleClient(Partition):
     """A single client trains on the samples of one or all clients, as a baseline for federated training.
 
-    For centralised training, the single client has all samples of the partition in ``of``. For
-    local training, the single client has the samples of one client of this partition.
+    For centralised training, the single client gets the samples of all clients of another partition (``of``). For local
+    training, the single client gets the samples of one of these clients.
 
     Args:
         clients: Number of clients: always 1.
