@@ -282,7 +282,7 @@ def write(out: Path, kept: dict[str, Any]) -> None:
         "2. **Mapping**: each client learns the placeholders of its labels.",
         "3. **Counts**: from encrypted sums, the server learns how many samples each placeholder has in total.",
         "",
-        f"`make bench-masking` made these measurements ({kept['machine']}). *labels* is the number of labels of each",
+        f"We measured with `make bench-masking` ({kept['machine']}). *labels* is the number of labels of each",
         "client. Times are the total CPU time of all clients and the server, in one thread. *Sent* and *received* are",
         f"bytes per client. Making and loading the keys once takes another {duration(seconds_of_keys)}.",
         "`ckks-paper` is the published protocol.",

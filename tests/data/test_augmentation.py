@@ -177,7 +177,7 @@ def test_the_identity_of_a_run_includes_the_module(name):
             "unseeded_numpy",
             "returned different batches for the same random seed. Draw all random numbers from the gene",
         ),
-        ("masked", "is the name of a dict. Give the name of a function."),
+        ("masked", "names an object of type dict. Give the name of a function."),
         ("missing", "the module 'augmentations' does not define 'missing'. Check the name."),
     ],
 )

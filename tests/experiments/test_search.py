@@ -431,7 +431,7 @@ def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
             ["--search", "training.lr=log:0.1..1", "--trials", "0"],
             "--trials = 0: must be an integer of at least 1.",
         ),
-        (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "a key with several values cannot be combined"),
+        (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "several values of a key cannot be combined"),
     ]:
         assert main([*base, *arguments]) == 2
         assert message in capsys.readouterr().err

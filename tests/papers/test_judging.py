@@ -265,7 +265,7 @@ def test_the_same_comparison_from_the_other_side(table):
 
 def test_a_row_that_the_table_does_not_have_is_an_error(table):
     for row, than in (("d", "a"), ("a", "d"), ("a", ["b", "d"])):
-        with pytest.raises(Exception, match="this claim compares rows that do not share a column"):
+        with pytest.raises(Exception, match="this claim compares rows that have no results in a common column"):
             judged(Claim("rebafl", "d before b", "", "above", {"table": "mine", "row": row, "than": than}), {})
 
 

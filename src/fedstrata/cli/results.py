@@ -199,7 +199,7 @@ def _sweep(options: argparse.Namespace) -> int:
         key = next(iter(grid))
         raise SpecError(
             "--set",
-            f"a key with several values cannot be combined with --search. Use --search {key}=choice:….",
+            f"several values of a key cannot be combined with --search. Use --search {key}=choice:A,B.",
             key,
         )
     table = read_table(options.spec, fixed)

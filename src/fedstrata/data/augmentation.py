@@ -173,7 +173,9 @@ class _Augmentations(Registry[Augmentation]):
             return super().make(name, table)
         function = load_object(name, self.kind)
         if not callable(function):
-            raise SpecError("name", f"is the name of a {type(function).__name__}. Give the name of a function.", name)
+            raise SpecError(
+                "name", f"names an object of type {type(function).__name__}. Give the name of a function.", name
+            )
         return build(OwnAugmentation, {"path": name, "arguments": dict(table)})
 
 

@@ -158,8 +158,8 @@ class _Case:
             if {self.row, other} <= set(self.table.rows_of(column))
         ]
         if {other for _, (other, _) in places} != set(self.others):
-            problem = "this claim compares rows that do not share a column. Set 'row' and 'than' to rows of the table "
-            problem += f"{self.name} that share a column."
+            problem = "this claim compares rows that have no results in a common column. Set 'row' and 'than' "
+            problem += f"to rows of the table {self.name} that share a column."
             raise SpecError(f"{self.claim.paper}/claims", problem, self.claim.statement)
         return places
 

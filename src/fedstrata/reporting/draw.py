@@ -182,7 +182,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     """Draw a column of the records as one curve per method, with a band of one standard deviation.
 
     If there are more methods than colours, the baseline (the first method) and the best methods have colours, and all
-    other curves are grey. The vertical axis leaves out the steep beginning of long curves.
+    other curves are grey. The steep beginning of long curves is cut off.
 
     Args:
         axes: The axes to draw into.
@@ -223,7 +223,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
 
 
 def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[float, float]:
-    """Return the range of the vertical axis, which leaves out the steep beginning of long curves.
+    """Return the range of the vertical axis, so that the steep beginning of long curves is cut off.
 
     For percentages, the range is within 0 to 100.
     """

@@ -135,7 +135,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, in the order of ``hold_classes``. A holding is a class that a client has.
         held: The class of each holding, in the order of ``hold_classes``.
-        rng: The random generator that chooses each client's samples, and the clients that get one sample more.
+        rng: The random generator that chooses each client's samples, and decides which clients get one extra sample.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:

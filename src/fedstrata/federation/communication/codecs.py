@@ -380,7 +380,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's rounded term of the second sum: the change, in which M_kᵀ P replaces each matrix M_k."""
+        """Return client k's term of the second sum, rounded: its change, with each matrix M_k replaced by M_kᵀ P."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()

@@ -228,8 +228,8 @@ class Enlist(Request):
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
             raise ReplyRefusedError(
-                f"the reply has ciphertexts for the pages {sorted(reply.pages)} of the list of labels, but must "
-                f"have ciphertexts for the pages {sorted(pages)}"
+                f"the reply has ciphertexts for the pages {sorted(reply.pages)} of the label list, but the pages "
+                f"{sorted(pages)} were requested"
             )
 
 
