@@ -128,7 +128,7 @@ def tables(done: dict[str, Any]) -> str:
             if found := [one["attack"] for one in group if one["attack"]["attacked"]]:
                 lines.append(f"| {model} | {clients} | {least} | {' | '.join(got(found))} |")
         explained = "*Difference* is the paired difference from `min_samples` = 1. "
-    explained += "*Trained* and *held back* are percentages of samples."
+    explained += "*Trained* and *held back* are the percentages of samples that were trained and held back."
     lines += ["", f"**Cost of `min_samples`** after {EPOCHS} epochs. {explained}", ""]
     head = "| clients | `min_samples` | accuracy | difference, points | gradients sent | sent by clients | trained "
     lines += [f"{head}| held back |"]

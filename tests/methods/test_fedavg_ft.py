@@ -42,9 +42,9 @@ def test_the_reference_is_better_than_fedavg_where_labels_are_skewed():
 
 
 def test_without_samples_left_over_it_is_refused():
-    with pytest.raises(SpecError, match="the server has only 0 samples of the rarest class"):
+    with pytest.raises(SpecError, match="only 0 of the rarest class are left"):
         fs.run({**LEFT_OVER, "partition": {"name": "classes", "clients": 10}})
-    with pytest.raises(SpecError, match=r"^method\.per_class = 100: .* samples of the rarest class"):
+    with pytest.raises(SpecError, match=r"^method\.per_class = 100: .* of the rarest class"):
         fs.run({**LEFT_OVER, "method": {"name": "fedavg-ft", "per_class": 100}})
 
 

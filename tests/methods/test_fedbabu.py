@@ -49,5 +49,5 @@ def test_fedbabus_head_is_tuned_for_evaluation_alone(tmp_path):
 def test_fedbabu_needs_a_body_and_samples_to_tune_with():
     with pytest.raises(SpecError, match=r"^model = .*has only a head"):
         fs.run({**LEFT_OVER, "method": "fedbabu", "model": {"name": "mlp", "hidden": []}})
-    with pytest.raises(SpecError, match=r"^method\.fine_tune\.per_class = 100: .* samples of the rarest class"):
+    with pytest.raises(SpecError, match=r"^method\.fine_tune\.per_class = 100: .* of the rarest class"):
         fs.run({**LEFT_OVER, "method": {"name": "fedbabu", "fine_tune": {"per_class": 100}}})

@@ -204,8 +204,8 @@ class Schema(Setting):
         client: Name of the column that gives each row's client, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role (in deployments: the keys of
             ``columns``).
-        columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the type of a
-            column without an entry. Deployments require an entry for every feature.
+        columns: Type or settings of each feature column, and of a numeric label column. If a column has no entry here,
+            simulations guess its type. Deployments require an entry for every feature.
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Do not set both ``ignore`` and ``features``.

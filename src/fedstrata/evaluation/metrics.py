@@ -43,8 +43,8 @@ class Metric(Setting):
     """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """The data from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses),
-    ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of a task that has classes).
+    """The data from which the metric is computed: ``"loss"`` (losses), ``"rows"`` (targets and predictions of each
+    sample), ``"classes"`` (predictions of a task that has classes), or an entry of ``Task.tables``.
     """
 
     score_bins: ClassVar[int] = 0

@@ -23,7 +23,7 @@ class FedSTS(Recipe):
     Args:
         aggregation: How the clients' models are averaged. ``paper``: first within each stratum, then over strata
             (biased). ``horvitz-thompson``: clients are drawn with replacement, and the weights are unbiased.
-            ``inclusion``: draws are systematic, and the weights are unbiased.
+            ``inclusion``: systematic draws, and weights that make the mean update unbiased.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

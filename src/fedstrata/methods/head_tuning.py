@@ -71,7 +71,7 @@ class HeadTuning(Setting):
         fewest = int(config.server_data.counts().min())
         if fewest < self.per_class:
             problem = (
-                f"the server has only {fewest} samples of the rarest class, because clients get all other samples. "
+                f"clients get so many samples that only {fewest} of the rarest class are left for the server. "
                 "Use a smaller value, or give clients fewer samples. For example, set partition.name = 'classes' and "
                 "partition.size."
             )

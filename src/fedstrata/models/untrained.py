@@ -55,7 +55,7 @@ class Untrained:
                         problem = (
                             f"training changed the shape of buffer {local!r} from {tuple(buffer.shape)} to {shape}."
                         )
-                        raise SpecError("model", f"{problem} Keep its shape.")
+                        raise SpecError("model", f"{problem} Keep the shape of the buffer.")
                     with torch.no_grad():
                         buffer.copy_(current)
                 part._buffers[local] = buffer

@@ -208,7 +208,12 @@ class _Case:
         elif tested:
             measure = texts[0]
             columns, others = (len({each[place] for each in comparisons}) for place in (0, 1))
-            labels = [f" with `{a.column}`" * (columns > 1) + f" (baseline `{a.than}`)" * (others > 1) for a in tested]
+            labels = [
+                f" from `{a.than}` to `{a.column}`"
+                if a.than in self.table.columns
+                else f" with `{a.column}`" * (columns > 1) + f" (baseline `{a.than}`)" * (others > 1)
+                for a in tested
+            ]
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
         if tested and within:
@@ -283,7 +288,7 @@ def _near(case: _Case) -> Judgement:
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
     texts = (
-        f"The accuracy of `{row}` in a setting, minus its accuracy in the setting `{reference}`, is",
+        f"The accuracy of `{row}` changes by",
         f"In each setting, we compare the accuracy of `{row}` with its accuracy in the setting `{reference}`.",
     )
     return case.by_metrics(lambda metric: case.judged(texts, places, metric))

@@ -473,7 +473,9 @@ class Guard:
             raise RuleError("rounds", f"{label} arrived for round {round}, but the run has only rounds 1 to {rounds}")
         elif position < self.position:
             phase = PHASES[self.position[1]]
-            raise RuleError("rounds", f"{label} of round {round} came after the {phase} phase of round {self.round}")
+            raise RuleError(
+                "rounds", f"{label} of round {round} came too late, after phase {phase} of round {self.round}"
+            )
         elif not allowed.comes_in(round):
             raise RuleError("phase", f"{label} is not declared for round {round}")
         if problem := allowed.wrong(request, round):

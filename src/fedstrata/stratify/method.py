@@ -77,8 +77,8 @@ class Stratify(Method):
             with the momentum and weight decay of ``training``.
         chunk_size: In single-sample mode, number of consecutive labels in a *chunk*. The server chooses the clients of
             a chunk together. Larger chunks mean fewer transfers of the model.
-        retain: In single-sample mode, fraction of a label's clients that may train on this label within a chunk.
-            Larger values mean fewer transfers, but favour clients with many labels.
+        retain: In single-sample mode: of the clients that have a label, the fraction that may train on it within one
+            chunk. Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds that use batch mode if ``mode = "hybrid"``. Default: half the rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``) if ``mode
             = "hybrid"``.

@@ -95,7 +95,7 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the client replied to the method's request too early (before PowerSGD's second request)"
+                    "the client answered the method's request before it received PowerSGD's second request"
                 )
             return
         if answer.reply is None:
