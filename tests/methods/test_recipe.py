@@ -169,9 +169,7 @@ def test_limits_are_those_of_the_choice():
     ],
 )
 def test_a_setting_of_a_choice_that_was_replaced_is_refused(method, key, choice):
-    with pytest.raises(
-        SpecError, match=f"has no effect, because the spec has its own method.{choice}. Remove"
-    ) as caught:
+    with pytest.raises(SpecError, match=f"has no effect, because the spec also sets method.{choice}. Remove") as caught:
         fs.Experiment.from_table({"method": method})
     assert caught.value.key == f"method.{key}"
 

@@ -148,7 +148,7 @@ class Recipe(Method):
             affected = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
             if affected and affected <= replaced:
                 problem = (
-                    f"has no effect, because the spec has its own method.{min(affected)}. Remove the key, or set it in "
+                    f"has no effect, because the spec also sets method.{min(affected)}. Remove the key, or set it in "
                     f"method.{min(affected)}."
                 )
                 raise SpecError(key, problem, getattr(self, key))

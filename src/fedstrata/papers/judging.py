@@ -400,8 +400,8 @@ def _sooner(case: _Case) -> Judgement:
 
     goal = "the same accuracy (the best accuracy of the weaker run)"
     texts = (
-        "Both runs must reach the best accuracy of the weaker run. "
-        f"{case.instead}, the number of rounds to reach this accuracy changes by",
+        "The target is the best accuracy of the weaker run, which both runs reach. "
+        f"{case.instead}, the number of rounds to reach this target changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",
     )
     return case.judged(texts, case.places(), "curve", rounds, "below", "rounds")

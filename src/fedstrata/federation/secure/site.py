@@ -300,7 +300,9 @@ class Site:
         """
         current, joined = self._exchange(message.exchange)
         if current.voted is None or not current.signed:
-            raise RefusedError("votes", "the server asked for shares before the site signed a set of sites")
+            raise RefusedError(
+                "votes", "the server asked for shares of keys before the site signed the set of contributing sites"
+            )
         signed = protocol.vote_statement(current.context, current.voted)
         votes = {
             name
