@@ -300,9 +300,7 @@ class Site:
         """
         current, joined = self._exchange(message.exchange)
         if current.voted is None or not current.signed:
-            raise RefusedError(
-                "votes", "the server asked for shares of keys before the site signed the set of contributing sites"
-            )
+            raise RefusedError("votes", "the server asked for key shares before the site signed the set of sites")
         signed = protocol.vote_statement(current.context, current.voted)
         votes = {
             name
