@@ -234,8 +234,8 @@ def test_the_sums_over_a_first_batch_are_over_enough_samples(tiny):
     federation = with_minimum(tiny(2, sizes=[9, 9], batch_size=5), 6)
     assert federation.ask(range(2), FitTogether(1, federation.weights)) == {}
     assert len(federation.reasons("refused")) == 2
-    accepted = r"training\.batch_size = 5 samples\. .* Set privacy\.min_samples to at most 5\."
-    with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: the reply to the request FitTogether.*{accepted}"):
+    accepted = r"training\.batch_size = 5 samples.* Set privacy\.min_samples to at most 5\."
+    with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: all clients .* 'FitTogether', .*{accepted}"):
         fs.prepare(together(6, 5))
     assert fs.prepare(together(5, 5)).spec.privacy.min_samples == 5
 
@@ -254,7 +254,7 @@ def test_parts_of_batches_that_are_never_enough_are_refused_unless_they_are_merg
             fs.prepare(spec)
             continue
         with pytest.raises(
-            SpecError, match=r"privacy\.min_samples = 7: the reply to the request Gradient uses a part of a batch of 6"
+            SpecError, match=r"privacy\.min_samples = 7: .* 'Gradient', because a reply uses a part of a batch of 6"
         ):
             fs.prepare(spec)
 

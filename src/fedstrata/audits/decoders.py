@@ -61,7 +61,7 @@ class Variational(nn.Module):
         features: The length d of a feature vector.
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
-        deviation: The standard deviation of a pixel's value in [0, 1] for a given code. With a smaller deviation, the
+        deviation: The standard deviation of a pixel's value (0 to 1) for a given code. With a smaller deviation, the
             loss depends more on the error of the images, and less on the divergence between codes and their prior.
     """
 

@@ -233,9 +233,10 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
         check_client_privacy(spec, config)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
-            problem = f"the reply to the request {allowed.label} {limit.reason}. All clients would refuse the request, "
-            problem += f"because a reply must use at least {spec.privacy.min_samples} samples. "
-            problem += f"Set privacy.min_samples to at most {limit.samples}."
+            problem = (
+                f"all clients would refuse the request {allowed.label!r}, because a reply {limit.reason}, but must "
+            )
+            problem += f"use at least {spec.privacy.min_samples}. Set privacy.min_samples to at most {limit.samples}."
             raise SpecError("privacy.min_samples", problem, spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
         problem = (

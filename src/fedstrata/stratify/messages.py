@@ -129,7 +129,7 @@ class Reserve(Request):
         round: The epoch, counted from 1.
         batches: For each sample to reserve, the index of its batch, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
-        refill: Placeholders of labels. From this request on, the client may use all its samples of them again, int64.
+        refill: Placeholders of labels (int64). From now on, the client may use all its samples with these labels again.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: For each label, the range of samples that the client may use: two fractions (from, to) in [0, 1]. The
@@ -300,7 +300,7 @@ class Steps(Request):
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: Placeholders of labels. From this request on, the client may use all its samples of them again, int64.
+        refill: Placeholders of labels (int64). From now on, the client may use all its samples with these labels again.
         fresh: True for the client's first request of the epoch. The client then forgets which samples it drew in an
             earlier, interrupted attempt at this epoch.
         window: For each label, the range (from, to) of samples that the client may use; see ``Reserve``.

@@ -50,7 +50,7 @@ class Codec(Setting):
 
     @abstractmethod
     def forms(self, like: Params) -> Forms:
-        """Return the shapes and dtypes of a payload that encodes a change with tensors like those in ``like``."""
+        """Return the payload's shapes and dtypes for a change whose tensors have those in ``like``."""
 
     @abstractmethod
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:

@@ -196,8 +196,8 @@ class Enlisted(Reply):
 
     Args:
         key: The keys' fingerprint.
-        pages: A mapping from a page's index to the ciphertext that is added to this page. A page is one ciphertext of
-            the list.
+        pages: A mapping from a page's index to the ciphertext that is added to this page. The list
+            consists of several ciphertexts, called pages.
     """
 
     key: str
