@@ -45,7 +45,7 @@ class Column(Setting):
 
     Args:
         type: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default, keys such as
-            ``categories`` determine the type. Otherwise, it is guessed from the cells. In deployments, it is then
+            ``categories`` determine the type. Otherwise, simulations guess the type from the cells, and deployments use
             ``number``.
         unit: Unit of the numbers, such as ``mm``, shown in error messages.
         range: Minimum and maximum allowed number.

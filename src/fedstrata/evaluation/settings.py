@@ -38,7 +38,7 @@ class Evaluation(Setting):
         fine_tune: Number of epochs for which each client fine-tunes the global model before evaluating it on the
             client's test samples. With 0, clients do not train: each client evaluates the global model with its own
             state, such as BatchNorm statistics.
-        unheard: A client is *unheard* if the server has used none of its replies during the last n evaluations. This
+        unheard: A client is *unheard* if the server has used none of its replies since the n-th last evaluation. This
             key sets n. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds from one checkpoint to the next. With 0, checkpoints are not written.
         per_class: Whether to record the accuracy and other metrics of each class.

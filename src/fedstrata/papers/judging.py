@@ -330,7 +330,7 @@ def _margin(case: _Case) -> Judgement:
 def _gains(case: _Case) -> Judgement:
     """Judge whether a row's gain in accuracy over another row is larger in the first column than in the second."""
     more, less = case.columns
-    text = f"From the setting `{less}` to `{more}`, the gain of `{case.row}` over {case.other} changes by"
+    text = f"The gain of `{case.row}` over {case.other} changes by"
 
     def judge(metric: str) -> Judgement:
         gains = []

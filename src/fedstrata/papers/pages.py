@@ -48,7 +48,7 @@ DOWNLOADS = (
 )
 ABOUT_TABLES = f"""\
 The tables show 95 % intervals over seeds. Differences are between runs with the same seed. The intervals are not
-corrected for multiple comparisons, and [verdicts]({CLAIMS}#how-we-judge) do not depend on the intervals.
+corrected for multiple comparisons ([verdicts]({CLAIMS}#how-we-judge) partly use corrected ones).
 """
 
 

@@ -111,7 +111,7 @@ def _uses() -> Made:
 @_reading(
     "stratify-variance",
     "We assume ten equally frequent labels with orthogonal gradients. Part of the variance of the mean "
-    "gradient of 64 samples comes from their random labels. This part is",
+    "gradient of 64 samples comes from their labels. This part is",
 )
 def _label_variance() -> Made:
     batch, classes, samples = 64, 10, 6000

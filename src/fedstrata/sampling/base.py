@@ -124,8 +124,7 @@ class ClientSampler(Setting):
     """Whether the sampler asks clients for their exact numbers of samples."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason for needing individual replies, for example "compares updates". See ``Aggregator.needs_replies``.
-    """
+    """The reason why the server needs individual replies (for example, "compares updates"); see ``Aggregator``."""
 
     def most_invited(self, config: FederationConfig) -> int:
         """Return the maximum number of clients that the sampler invites per round."""
@@ -251,8 +250,7 @@ class DataSampler(Setting):
     """The functions that handle the sampler's own requests on a client; see ``fedstrata.clients.handling``."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason for needing individual replies, for example "compares updates". See ``Aggregator.needs_replies``.
-    """
+    """The reason why the server needs individual replies (for example, "compares updates"); see ``Aggregator``."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings are not compatible with the federation."""

@@ -59,8 +59,8 @@ class StratifiedState:
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, which determines the sketches.
-        clusters: The state of k-means between rounds; None if k-means starts from scratch in every round. This is the
-            case if there are at most ``FITTED`` clients, or if all clients sent new gradients.
+        clusters: The state of k-means between rounds; None if k-means will start from scratch. This is the case if
+            there are at most ``FITTED`` clients, or if all clients sent new gradients.
     """
 
     known: Ints

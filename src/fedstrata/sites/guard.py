@@ -84,7 +84,7 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data for a job. Limit the number of failed reads, which reveal something.
+    """Let the ``with`` block read a site's data for a job, and limit the number of trials.
 
     By learning whether the spec's description fits the data, a job learns something about the data. Each different
     description counts as a trial. A failed request also counts as a trial. If the same request later succeeds, for
@@ -474,7 +474,7 @@ class Guard:
         elif position < self.position:
             phase = PHASES[self.position[1]]
             raise RuleError(
-                "rounds", f"{label} of round {round} came too late, after phase {phase} of round {self.round}"
+                "rounds", f"{label} of round {round} came too late: phase {phase!r} of round {self.round} has begun"
             )
         elif not allowed.comes_in(round):
             raise RuleError("phase", f"{label} is not declared for round {round}")

@@ -59,7 +59,7 @@ def provision(
         spec: The experiment.
         sites: The federation.
         out: A folder that is empty or does not exist.
-        base_dir: In a trial on this machine, the folder that contains relative paths of data files. Otherwise, None.
+        base_dir: In a trial on this machine, the folder to which paths of data files are relative. Otherwise, None.
         requests: The folder with the certificate requests of all sites. The private key of each site then stays at the
             site, and is not in the folder that this function writes for the site. Default: this function creates the
             private keys of all sites.
