@@ -22,7 +22,7 @@ from fedstrata.runs.preparation import Prepared, check_method, prepare
 from fedstrata.spec.experiment import Experiment
 
 MOST = len(RULES)
-"""Maximum number of recommended methods in addition to FedAvg. Each rule can thus recommend at least one method."""
+"""Maximum number of recommended methods in addition to FedAvg. If no method is ``ahead``, all rules have a place."""
 
 
 @dataclass(frozen=True)
