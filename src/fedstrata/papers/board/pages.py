@@ -109,7 +109,7 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     if (ranking := _overall(shown)) is not None:
         lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
         lines += ["![Average rank of each method over the columns](board.svg)", ""]
-    lines += [*_comparisons(shown), *_compositions(shown)]
+    lines += [*_comparisons(shown), *_untried_rates(protocol, shown), *_compositions(shown)]
     for each in shown:
         lines += [*_column(each), ""]
     return "\n".join([*lines, *_about(protocol, verdicts)]) + "\n"
@@ -124,7 +124,7 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     finished = sum(not each.missing for each in shown)
     text = (
         f"This page ranks {complete} tuned methods{counted} for training with dropouts. Each column is "
-        f"a setting. {len(shown)} of {columns} columns have results, and {finished} columns are finished."
+        f"a setting. {finished} of {columns} columns are finished."
     )
     return f"{text}\n\n{INTERVALS}"
 
@@ -186,8 +186,33 @@ def _comparisons(shown: Sequence[Verdicts]) -> list[str]:
             counts = [str(len(each.complete) - 1 - len(significant)), str(len(each.missing))]
             rows.append([f"[{each.column.label}](#{each.column.label})", _quoted(above), _quoted(below), *counts])
     headings = ["column", "more accurate than FedAvg", "less accurate", "no significant difference", "not finished"]
-    about = "The table compares each method's accuracy with FedAvg's (paired t-test, Holm, 5 %)."
+    about = "The table compares each method's accuracy with FedAvg's (paired t-test)."
     return [about, "", *markdown_table(headings, rows, left=3).splitlines(), ""] if rows else []
+
+
+def _untried_rates(protocol: Protocol, shown: Sequence[Verdicts]) -> list[str]:
+    """Return a paragraph about the columns in which entries with a second setting did not try FedAvg's learning rate.
+
+    For each of these columns, the paragraph states how many points of validation accuracy FedAvg loses with the best
+    learning rate that these entries tried.
+    """
+    losses = []
+    for each in (each for each in shown if each.complete):
+        baseline = each.complete[BASELINE]
+        tried = zip(protocol.trials(each.column, baseline.entry), baseline.trials, strict=True)
+        validation = {settings["training"]["lr"]: trial["validation"] for (_, settings), trial in tried}
+        loss = baseline.chosen["validation"] - max(validation[rate] for rate in protocol.rates_with_setting)
+        if loss > 0:
+            losses.append(f"{loss:.1f} ({each.column.label})")
+    if not losses:
+        return []
+    sentences = (
+        "**Learning rates.** Methods with a second tuned setting tried only two learning rates. If FedAvg uses another "
+        "rate, a method can differ from FedAvg only because of its learning rate.",
+        "With the better of the two rates, FedAvg's validation accuracy falls by this number of points: "
+        f"{', '.join(losses)}.",
+    )
+    return [" ".join(sentences), ""]
 
 
 def _column(verdicts: Verdicts) -> list[str]:
