@@ -11,7 +11,7 @@ import pytest
 
 from fedstrata.papers import pages
 from fedstrata.papers.judging import VERDICTS, Judgement, claims, judged, summary
-from fedstrata.papers.pages import overview, page, speeds
+from fedstrata.papers.pages import overview, page, progress, remaining, speeds
 from fedstrata.papers.readings import readings
 from fedstrata.papers.running import known
 from fedstrata.papers.table_lines import markdown
@@ -197,6 +197,9 @@ def test_hours_are_those_of_the_rows_that_are_done(table):
     assert speeds(table, {}) == {("c", "x"): 5.0}
     assert overview([table], results(table)).splitlines()[-1] == "| `rebafl/mine` | 9 | 6 | 1.5 h |"
     assert overview([table], {}).splitlines()[-1] == "| `rebafl/mine` | 9 | 0 | 1.5 h and more |"
+    assert remaining(progress([table], results(table))) == "Missing runs: 3 (about 1.5 h on one core)"
+    assert remaining(progress([table], {})) == "Missing runs: 9 (more than 1.5 h on one core)"
+    assert remaining(progress([table], {}, seeds=[0])) == "Missing runs: 3 (more than 30 min on one core)"
 
 
 def test_a_setting_that_nobody_timed_takes_as_long_as_its_samples_per_round(monkeypatch):

@@ -286,7 +286,7 @@ def _require_parts(prepared: Prepared) -> None:
     spec, task = prepared.spec, prepared.data.task
     if not task.plain:
         problem = (
-            "the attacks require classification without class weights or label smoothing. Audit a run of such a task."
+            "the attacks require classification without class weights or label smoothing. Audit a run without them."
         )
         raise SpecError("task", problem, task.name)
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":

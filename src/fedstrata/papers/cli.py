@@ -68,6 +68,8 @@ def _reproduce(options: argparse.Namespace) -> int:
     if not options.show:
         runs, seeds, show = options.runs or out / "runs", common.seeds(options), _show(options)
         device, quick = options.device, options.quick
+        if not quick:
+            show(pages.remaining(pages.progress(tables.values(), running.known(out), seeds=seeds)))
         failed = running.run(tables.values(), out, runs, quick=quick, seeds=seeds, device=device, show=show)
     written = pages.write(out, quick=options.quick)
     if options.json:

@@ -7,7 +7,7 @@ import html
 import io
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -267,8 +267,16 @@ def _csv(rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> list[dict[str, Any]]:
+def progress(
+    wanted: Iterable[Table], results: Results, *, quick: bool = False, seeds: Collection[int] | None = None
+) -> list[dict[str, Any]]:
     """Count the finished runs of each table, and estimate the time for the missing runs.
+
+    Args:
+        wanted: Tables whose runs are counted.
+        results: Results of finished runs.
+        quick: Whether to count the small experiments of ``--quick``.
+        seeds: Seeds to count; None for all seeds.
 
     Returns:
         A dict for each table. ``table`` is the name of the table, and ``cells`` is its number of cells. A cell is the
@@ -278,7 +286,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
     """
     rows = []
     for table in wanted:
-        cells = list(table.cells(quick=quick))
+        cells = [cell for cell in table.cells(quick=quick) if seeds is None or cell.seed in seeds]
         missing = [cell for cell in cells if cell.hash not in results]
         seconds = speeds(table, results)
         rates = [(cell, seconds.get((cell.row, cell.column))) for cell in missing]
@@ -288,15 +296,30 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
     return rows
 
 
-def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
+def overview(wanted: Iterable[Table], results: Results) -> str:
     """List the papers' tables in Markdown, with the number of finished runs and the remaining time of each table."""
     lines = ["| table | runs | done | time left on one core |", "|---|---:|---:|---:|"]
-    for row in progress(wanted, results, quick=quick):
+    for row in progress(wanted, results):
         missing = row["cells"] - row["done"]
         text = duration(row["hours"]) + (" and more" if row["unknown"] else "")
         text = "–" if not missing else text if row["unknown"] < missing else "?"
         lines.append(f"| `{row['table']}` | {row['cells']} | {row['done']} | {text} |")
     return "\n".join(lines)
+
+
+def remaining(rows: Iterable[Mapping[str, Any]]) -> str:
+    """State the number of missing runs, and the expected time for them.
+
+    Args:
+        rows: Dicts with the keys ``cells``, ``done``, ``hours`` and, optionally, ``unknown``; see ``progress``.
+    """
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update({"missing": row["cells"] - row["done"], "unknown": row.get("unknown", 0), "hours": row["hours"]})
+    text = f"Missing runs: {counts['missing']:,}"
+    if counts["unknown"] == counts["missing"]:
+        return text
+    return f"{text} ({'more than' if counts['unknown'] else 'about'} {duration(counts['hours'])} on one core)"
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:

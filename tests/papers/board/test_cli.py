@@ -24,11 +24,21 @@ def test_a_new_board_lacks_everything(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "| iid-label | 18 | 0 | 10 min |" in lines  # nine runs of 8 s, and nine of 60 s
     assert "| stratify | 18 | 0 | 18 min |" in lines
-    assert lines[-1] == "The missing runs need about 20 min on one core."
+    assert lines[-1] == "Missing runs: 36 (about 20 min on one core)"
     assert main(["board", "list", "--json"]) == 0
     progress = json.loads(capsys.readouterr().out)
     assert len(progress["columns"]) == 12
     assert len(progress["entries"]) > 41
+
+
+def test_before_the_first_run_the_command_says_how_many_are_missing(capsys, monkeypatch):
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedstrata.papers.board.running.Board.run", interrupt)
+    assert main(["board", "run", "fedavg", "--columns", "iid-label", "--seeds", "0,1"]) == 130
+    # Four trials and two seeds of 8 s.
+    assert capsys.readouterr().out == "Missing runs: 6 (about 1 min on one core)\n"
 
 
 def test_wrong_arguments(capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,7 +105,9 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from fedstrata.papers.board.progress import progress
     from fedstrata.papers.board.running import Board
+    from fedstrata.papers.pages import remaining
 
     protocol, columns, entries, out = _selected(options)
     seeds = common.seeds(options)
@@ -111,7 +115,10 @@ def _run(options: argparse.Namespace) -> int:
         accepted = ",".join(map(str, protocol.seeds))
         raise SpecError("--seeds", f"{unknown[0]} is not a seed of the protocol. Use seeds from {accepted}.")
     stream = sys.stderr if options.json else sys.stdout
-    show = (lambda text: None) if options.quiet else partial(print, file=stream, flush=True)
+    show: Callable[[str], None] = (lambda text: None) if options.quiet else partial(print, file=stream, flush=True)
+    if not options.quick:
+        asked = replace(protocol, seeds=protocol.seeds if seeds is None else seeds)
+        show(remaining(progress(asked, columns, entries, out)["columns"]))
     board = Board(protocol, out, options.runs or out / "runs", seeds, show)
     board.run(columns, entries)
     common.print_result(options, {"folder": out, "failed": board.failed}, f"written to {out}")

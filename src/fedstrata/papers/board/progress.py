@@ -9,7 +9,7 @@ from typing import Any
 
 from fedstrata.papers.board.protocol import BOARD, Column, Entry, Protocol
 from fedstrata.papers.board.running import best, refusal, results_of
-from fedstrata.papers.pages import duration
+from fedstrata.papers.pages import duration, remaining
 from fedstrata.papers.running import Results, read
 from fedstrata.reporting.tables import markdown_table
 
@@ -71,13 +71,12 @@ def measured(out: Path, protocol: Protocol) -> dict[str, float]:
 
 
 def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Format the progress as Markdown tables, followed by a line about the total expected time."""
+    """Format the progress as Markdown tables, followed by a line about all missing runs."""
     texts: list[str] = []
     for kind, each in rows.items():
         headings = [HEADINGS[kind], "runs", "done", "time left on one core"]
         texts += [*markdown_table(headings, map(_line, each)).splitlines(), ""]
-    hours = sum(row["hours"] for row in rows["columns"])
-    return [*texts, f"The missing runs need about {duration(hours)} on one core."]
+    return [*texts, remaining(rows["columns"])]
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
