@@ -23,9 +23,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the JSON file."""
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
-    "On this page, a difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
-    "not corrected, and do not determine significance (unlike the [intervals of "
-    "comparisons](../guides/compare.md#statistics))."
+    "On this page, a difference is significant if p < 0.05 after Holm's correction. The intervals are not corrected, "
+    "and do not determine significance (unlike the [intervals of comparisons](../guides/compare.md#statistics))."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
