@@ -122,8 +122,8 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     counted = f" (including {compositions} compositions)" if compositions else ""
     finished = sum(not each.missing for each in shown)
     text = (
-        f"This page ranks {complete} tuned methods{counted} for training with dropouts. Each column is "
-        f"a setting. {finished} of {columns} columns are finished."
+        f"This page ranks {complete} tuned methods{counted} for training with dropouts ([add "
+        f"yours](../guides/board.md)). Each column is a setting. {finished} of {columns} columns are finished."
     )
     return f"{text}\n\n{INTERVALS}"
 
@@ -136,7 +136,7 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
         f"{len(complete)} columns.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
         f"With {len(complete)} columns, {_rank_rule(ranking)}.",
-        "All columns use the same data set, so the ranking may differ for other data.",
+        "The ranking may differ for other data sets.",
     )
     return " ".join(sentences)
 
@@ -206,9 +206,9 @@ def _untried_rates(protocol: Protocol, shown: Sequence[Verdicts]) -> list[str]:
     if not losses:
         return []
     sentences = (
-        "**Learning rates.** Methods with a second tuned setting tried only two learning rates. If FedAvg uses another "
-        "rate, a method can differ from FedAvg only because of its learning rate.",
-        "With the better of the two rates, FedAvg's validation accuracy falls by this number of points: "
+        "**Learning rates.** Methods with a second tuned setting tried only two learning rates. If FedAvg's tuned rate "
+        "is not one of the two, the rate alone can make a method worse than FedAvg.",
+        "With the better of the two, FedAvg's validation accuracy falls by this number of points: "
         f"{', '.join(losses)}.",
     )
     return [" ".join(sentences), ""]
