@@ -23,8 +23,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the JSON file."""
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
-    "On this page, a difference is significant if p < 0.05 after Holm's correction. The intervals are not corrected, "
-    "and do not determine significance (unlike the [intervals of comparisons](../guides/compare.md#statistics))."
+    "A difference is significant if p < 0.05 after Holm's correction. The intervals are not corrected, and do not "
+    "determine significance (unlike the [intervals of comparisons](../guides/compare.md#statistics))."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -132,8 +132,8 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     first = next(iter(ranking.ranks))
     p = "" if ranking.p is None else f" Friedman's test gives p = {ranking.p:.2g}."
     sentences = (
-        f"The picture ranks, by mean accuracy, the {len(ranking.ranks)} methods whose runs are finished in all these "
-        f"{len(complete)} columns.{p}",
+        f"The picture ranks the {len(ranking.ranks)} methods that have finished these {len(complete)} columns, by mean "
+        f"accuracy.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
         f"With {len(complete)} columns, {_rank_rule(ranking)}.",
         "The ranking may differ for other data sets.",
@@ -162,7 +162,8 @@ def _compositions(shown: Sequence[Verdicts]) -> list[str]:
     headings = ["column", "cost", "best composition", "best method", "composition − method", "p (Holm)"]
     counted = f"in {better} of the {len(compared)} rows" if better else "in any row"
     about = (
-        "Each row compares, with new seeds, the best composition and the best method (chosen on validation samples). "
+        "For each cost, we choose the composition and the method with the best validation accuracy, and compare their "
+        "runs with new seeds. "
         f"The composition is {'' if better else 'not '}significantly more accurate {counted}."
     )
     return ["## Compositions", "", about, "", *markdown_table(headings, rows, left=4).splitlines(), ""]
@@ -198,17 +199,18 @@ def _untried_rates(protocol: Protocol, shown: Sequence[Verdicts]) -> list[str]:
     losses = []
     for each in (each for each in shown if each.complete):
         baseline = each.complete[BASELINE]
-        tried = zip(protocol.trials(each.column, baseline.entry), baseline.trials, strict=True)
-        validation = {settings["training"]["lr"]: trial["validation"] for (_, settings), trial in tried}
+        trials = zip(protocol.trials(each.column, baseline.entry), baseline.trials, strict=True)
+        validation = {settings["training"]["lr"]: trial["validation"] for (_, settings), trial in trials}
         loss = baseline.chosen["validation"] - max(validation[rate] for rate in protocol.rates_with_setting)
         if loss > 0:
             losses.append(f"{loss:.1f} ({each.column.label})")
     if not losses:
         return []
+    tried = " and ".join(map(str, protocol.rates_with_setting))
     sentences = (
-        "**Learning rates.** Methods with a second tuned setting tried only two learning rates. If FedAvg's tuned rate "
-        "is not one of the two, the rate alone can make a method worse than FedAvg.",
-        "With the better of the two, FedAvg's validation accuracy falls by this number of points: "
+        f"**Learning rates.** Methods with a second tuned setting tried only the rates {tried}. If FedAvg's tuned rate "
+        "is another one, the rate alone can make such a method worse than FedAvg.",
+        f"With {tried.replace('and', 'or')}, FedAvg's own validation accuracy falls by this number of points: "
         f"{', '.join(losses)}.",
     )
     return [" ".join(sentences), ""]
