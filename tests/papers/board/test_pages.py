@@ -12,6 +12,7 @@ from fedstrata.papers.board.judging import contests, judged, overall, within
 from fedstrata.papers.board.picture import critical_difference_picture, draw
 from fedstrata.papers.board.protocol import read
 from fedstrata.papers.board.ranks import Ranking
+from fedstrata.papers.board.running import limited, results_of
 from fedstrata.papers.comparing import signed
 from fedstrata.papers.running import keep
 
@@ -250,12 +251,34 @@ def test_the_page_says_which_differences_of_ranks_are_significant(protocol, out)
 
 
 @pytest.mark.slow
-def test_the_page_says_where_other_methods_did_not_try_fedavgs_learning_rate(protocol, out):
+def test_methods_with_a_second_setting_are_compared_with_fedavg_at_the_learning_rates_that_they_tried(protocol, out):
+    assert "Learning rates" not in pages.page(protocol, [judge(protocol, out)]), "these runs are not finished"
+    column = protocol.columns(["dirichlet-label"])[0]
+    # FedAvg's validation accuracies with 0.03, 0.06, 0.12 and 0.2 are 50, 49, 48 and 47. FedAU tries 0.06 and 0.12.
+    runs = limited(protocol, column, results_of(out, column))
+    assert [settings for _, settings in runs] == 5 * [{"training": {"lr": 0.06}}]
+    for (cell, _), accuracy in zip(runs, [48.0, 50.0, 47.0, 49.0, 51.0], strict=True):
+        keep(out, column, {cell.key: {"spec_sha256": cell.hash, **a_run("fedavg", accuracy)}})
     verdicts = judge(protocol, out)
-    # FedAvg's validation accuracies with 0.03, 0.06, 0.12 and 0.2 are 50, 49, 48 and 47. MOON tries 0.06 and 0.12.
-    assert "falls by this number of points: 1.0 (dirichlet-label)." in pages.page(protocol, [verdicts])
-    verdicts.outcomes["fedavg"].trials[1]["validation"] = 51.0
-    assert "Learning rates" not in pages.page(protocol, [verdicts])
+    # With this rate, FedAvg's accuracy changes by -2, -2, -4, 0 and -2 points. FedPer has no second tuned setting.
+    assert verdicts.limited_change.mean == pytest.approx(-2.0)
+    means = {name: each.mean for name, each in verdicts.limited_differences.items()}
+    assert means == pytest.approx({"fedau": 12.2, "rebafl": 2.2})
+    row = "| dirichlet-label | −2.0 [−3.8, −0.2] | `fedau` | – | 1 |"
+    assert row in pages.page(protocol, [verdicts])
+    assert verdicts.difference("fedau").mean == pytest.approx(10.2), "other comparisons are with FedAvg's tuned rate"
+
+
+@pytest.mark.slow
+def test_if_fedavg_chooses_a_rate_that_all_methods_tried_it_needs_no_more_runs(protocol, out):
+    column = protocol.columns(["dirichlet-label"])[0]
+    (fedavg,) = protocol.entries(["fedavg"])
+    cell, _ = protocol.trials(column, fedavg)[1]
+    results = results_of(out, column)
+    assert len(limited(protocol, column, results)) == 5
+    results[cell.hash]["validation"] = 51.0
+    assert limited(protocol, column, results) == []
+    assert limited(protocol, column, {}) == []
 
 
 def differences(name):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from fedstrata.base.errors import DataError
 from fedstrata.evaluation.history import History
 from fedstrata.papers.board.protocol import read
-from fedstrata.papers.board.running import Board, best, curve, of_run, refusal, results_of
+from fedstrata.papers.board.running import Board, best, curve, limited, of_run, refusal, results_of
 from fedstrata.papers.running import read as read_results
 from fedstrata.papers.running import results_file
 
@@ -51,6 +52,25 @@ def test_the_best_trial_on_validation_samples_gives_the_settings_of_all_seeds(sm
         assert result["core_seconds"] > 0
         assert set(result["fingerprint"]) == {"data", "model", "partition"}
     assert run(small, tmp_path, ["fedavg"]) == []
+
+
+@pytest.mark.slow
+def test_fedavg_also_runs_with_the_learning_rates_of_methods_with_a_second_setting(small, tmp_path):
+    run(small, tmp_path, ["fedavg"])
+    column, (entry,) = small.columns()[0], small.entries(["fedavg"])
+    trials, results = small.trials(column, entry), results_of(tmp_path, column)
+    chosen = best(trials, results)["training"]["lr"]
+    validation = {settings["training"]["lr"]: results[cell.hash]["validation"] for cell, settings in trials}
+    rates = [rate for rate in validation if rate != chosen][:2]
+    other = replace(small, rates_with_setting=rates)
+    told = run(other, tmp_path, ["fedavg"])
+    assert [line.split(": ")[1] for line in told] == [f"fedavg/limited/seed-{seed}" for seed in range(3)]
+    for cell, settings in limited(other, column, results):
+        result = results_of(tmp_path, column)[cell.hash]
+        assert result["settings"] == settings == {"training": {"lr": max(rates, key=validation.__getitem__)}}
+        history = History.load(tmp_path / "runs" / cell.folder)
+        assert result["accuracy"] == round(100 * history[-1]["accuracy"], 2)
+    assert run(other, tmp_path, ["fedavg"]) == []
 
 
 @pytest.mark.slow

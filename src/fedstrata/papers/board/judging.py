@@ -11,7 +11,7 @@ from typing import Any
 
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.board.ranks import Ranking, ranking
-from fedstrata.papers.board.running import LATE, best, refusal, results_of
+from fedstrata.papers.board.running import LATE, best, limited, refusal, results_of
 from fedstrata.papers.running import Results
 from fedstrata.reporting.statistics import Difference, holm, paired_difference
 
@@ -104,6 +104,8 @@ class Verdicts:
         seeds: Seeds of the protocol.
         refused: For each entry that cannot be trained in the column's setting, the reason.
         missing: Names of the entries that have not finished all seeds.
+        limited: For each seed, the accuracy of the baseline with a learning rate that entries with a second tuned
+            setting tried (see ``running.limited``); empty if these runs are not needed or not finished.
     """
 
     column: Column
@@ -111,6 +113,7 @@ class Verdicts:
     seeds: Sequence[int]
     refused: Mapping[str, str]
     missing: Sequence[str]
+    limited: Mapping[int, float]
 
     @cached_property
     def complete(self) -> dict[str, Outcome]:
@@ -137,8 +140,21 @@ class Verdicts:
     @cached_property
     def corrected(self) -> dict[str, float]:
         """For each entry, the p-value of the accuracy difference from the baseline, with Holm's correction."""
-        p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
-        return holm({name: value for name, value in p.items() if value is not None})
+        return p_values({name: self.difference(name) for name in self.complete if name != BASELINE})
+
+    @cached_property
+    def limited_differences(self) -> dict[str, Difference]:
+        """The accuracy differences between entries with a second tuned setting and the runs in ``limited``."""
+        names = [name for name, each in self.complete.items() if each.entry.grid and self.limited]
+        return {name: paired_difference(self._runs(name), self.limited, resolution=RESOLUTION) for name in names}
+
+    @cached_property
+    def limited_change(self) -> Difference:
+        """The accuracy of the runs in ``limited`` minus the accuracy of the baseline's tuned runs."""
+        return paired_difference(self.limited, self._runs(BASELINE), resolution=RESOLUTION)
+
+    def _runs(self, name: str) -> dict[int, float]:
+        return {seed: run["accuracy"] for seed, run in self.outcomes[name].runs.items()}
 
     def best_at(self, measure: str, compositions: bool | None = None) -> str | None:
         """Return the entry with the best validation accuracy within the baseline's budget; None if unknown.
@@ -158,6 +174,11 @@ class Verdicts:
         }
         known = {name: value for name, value in values.items() if value is not None}
         return max(known, key=lambda name: known[name], default=None)
+
+
+def p_values(differences: Mapping[str, Difference]) -> dict[str, float]:
+    """Return the p-values of differences with Holm's correction; differences without a p-value are left out."""
+    return holm({name: each.p for name, each in differences.items() if each.p is not None})
 
 
 @dataclass(frozen=True)
@@ -205,7 +226,7 @@ def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Pa
             outcomes[entry.name] = outcome
         if outcome is None or len(outcome.runs) < len(protocol.seeds):
             missing.append(entry.name)
-    return Verdicts(column, outcomes, protocol.seeds, refused, missing)
+    return Verdicts(column, outcomes, protocol.seeds, refused, missing, _limited(protocol, column, results))
 
 
 def _outcome(protocol: Protocol, column: Column, entry: Entry, results: Results) -> Outcome | None:
@@ -214,6 +235,12 @@ def _outcome(protocol: Protocol, column: Column, entry: Entry, results: Results)
         return None
     runs = {cell.seed: results[cell.hash] for cell in protocol.runs(column, entry, settings) if cell.hash in results}
     return Outcome(entry, settings, [results[cell.hash] for cell, _ in trials], runs)
+
+
+def _limited(protocol: Protocol, column: Column, results: Results) -> dict[int, float]:
+    cells = [cell for cell, _ in limited(protocol, column, results)]
+    finished = all(cell.hash in results for cell in cells)
+    return {cell.seed: results[cell.hash]["accuracy"] for cell in cells} if finished else {}
 
 
 def overall(columns: Sequence[Verdicts]) -> Ranking | None:

@@ -11,12 +11,12 @@ from typing import Any
 from fedstrata.base.jsonl import replace_file
 from fedstrata.methods.base import METHODS
 from fedstrata.methods.recipe import CHOICES
-from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts, contests, judged, overall
+from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts, contests, judged, overall, p_values
 from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.board.ranks import ALPHA, Ranking
 from fedstrata.papers.comparing import difference_text
-from fedstrata.reporting.statistics import MIN_SEEDS, Estimate, holm
+from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Estimate, holm
 from fedstrata.reporting.tables import markdown_table
 
 PAGE, SUMMARY = "board.md", "board.json"
@@ -27,6 +27,8 @@ INTERVALS = (
     "determine significance (unlike the [intervals of comparisons](../guides/compare.md#statistics))."
 )
 """An explanation of the intervals and p-values on the page."""
+LESS = ("less accurate", "no significant difference")
+"""Two headings of the tables that compare entries with the baseline."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
 """Measures that are fractions in the JSON file, but percentages in the stored results of runs."""
 
@@ -108,7 +110,7 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     if (ranking := _overall(shown)) is not None:
         lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
         lines += ["![Average rank of each method over the columns](board.svg)", ""]
-    lines += [*_comparisons(shown), *_untried_rates(protocol, shown), *_compositions(shown)]
+    lines += [*_comparisons(shown), *_learning_rates(protocol, shown), *_compositions(shown)]
     for each in shown:
         lines += [*_column(each), ""]
     return "\n".join([*lines, *_about(protocol, verdicts)]) + "\n"
@@ -179,41 +181,39 @@ def _rank_rule(ranking: Ranking) -> str:
 def _comparisons(shown: Sequence[Verdicts]) -> list[str]:
     """Return a table with one row per column: the entries that differ significantly from the baseline."""
     rows = []
-    for each in shown:
-        significant = {name: _mean(each, name) for name, p in each.corrected.items() if p < ALPHA}
-        above, below = ([name for name, mean in significant.items() if mean * sign > 0] for sign in (1, -1))
-        if each.complete:
-            counts = [str(len(each.complete) - 1 - len(significant)), str(len(each.missing))]
-            rows.append([f"[{each.column.label}](#{each.column.label})", _quoted(above), _quoted(below), *counts])
-    headings = ["column", "more accurate than FedAvg", "less accurate", "no significant difference", "not finished"]
+    for each in (each for each in shown if each.complete):
+        differences = {name: each.difference(name) for name in each.complete if name != BASELINE}
+        link = f"[{each.column.label}](#{each.column.label})"
+        rows.append([link, *_significant(differences), str(len(each.missing))])
+    headings = ["column", "more accurate than FedAvg", *LESS, "not finished"]
     about = "The table compares each method's accuracy with FedAvg's (paired t-test)."
     return [about, "", *markdown_table(headings, rows, left=3).splitlines(), ""] if rows else []
 
 
-def _untried_rates(protocol: Protocol, shown: Sequence[Verdicts]) -> list[str]:
-    """Return a paragraph about the columns in which entries with a second setting did not try FedAvg's learning rate.
+def _significant(differences: Mapping[str, Difference]) -> list[str]:
+    """Return three cells of a row: the entries above the baseline, the entries below it, and the number of others."""
+    means = {name: differences[name].mean or 0.0 for name, p in p_values(differences).items() if p < ALPHA}
+    above, below = ([name for name, mean in means.items() if mean * sign > 0] for sign in (1, -1))
+    return [_quoted(above), _quoted(below), str(len(differences) - len(means))]
 
-    For each of these columns, the paragraph states how many points of validation accuracy FedAvg loses with the best
-    learning rate that these entries tried.
+
+def _learning_rates(protocol: Protocol, shown: Sequence[Verdicts]) -> list[str]:
+    """Return lines that compare the entries with a second tuned setting with FedAvg at the learning rates they tried.
+
+    The table has one row for each column in which FedAvg's tuned learning rate is not among these rates.
     """
-    losses = []
-    for each in (each for each in shown if each.complete):
-        baseline = each.complete[BASELINE]
-        trials = zip(protocol.trials(each.column, baseline.entry), baseline.trials, strict=True)
-        validation = {settings["training"]["lr"]: trial["validation"] for (_, settings), trial in trials}
-        loss = baseline.chosen["validation"] - max(validation[rate] for rate in protocol.rates_with_setting)
-        if loss > 0:
-            losses.append(f"{loss:.1f} ({each.column.label})")
-    if not losses:
-        return []
+    rows = []
+    for each in (each for each in shown if each.limited_differences):
+        change = difference_text(each.limited_change)
+        rows.append([each.column.label, change, *_significant(each.limited_differences)])
     tried = " and ".join(map(str, protocol.rates_with_setting))
-    sentences = (
-        f"**Learning rates.** Methods with a second tuned setting tried only the rates {tried}. If FedAvg's tuned rate "
-        "is another one, the rate alone can make such a method worse than FedAvg.",
-        f"With {tried.replace('and', 'or')}, FedAvg's own validation accuracy falls by this number of points: "
-        f"{', '.join(losses)}.",
+    about = (
+        f"**Learning rates.** Methods with a second tuned setting tried only the learning rates {tried}. In the "
+        "following columns, FedAvg's tuned rate is another one. This table therefore compares such methods with FedAvg "
+        "at the better of the two rates. *Change* is the effect of this rate on FedAvg's accuracy, in points."
     )
-    return [" ".join(sentences), ""]
+    headings = ["column", "change", "more accurate", *LESS]
+    return [about, "", *markdown_table(headings, rows, left=1).splitlines(), ""] if rows else []
 
 
 def _column(verdicts: Verdicts) -> list[str]:
@@ -240,10 +240,6 @@ def _ranking(verdicts: Verdicts) -> list[str]:
 
 def _bullets(sentences: Sequence[str]) -> list[str]:
     return [f"- {sentence}" for sentence in sentences]
-
-
-def _mean(verdicts: Verdicts, name: str) -> float:
-    return verdicts.difference(name).mean or 0.0
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstrata.papers.board.protocol import BOARD, Column, Entry, Protocol
-from fedstrata.papers.board.running import best, refusal, results_of
+from fedstrata.papers.board.protocol import BASELINE, BOARD, Column, Entry, Protocol
+from fedstrata.papers.board.running import best, limited, refusal, results_of
 from fedstrata.papers.pages import duration, remaining
 from fedstrata.papers.running import Results, read
 from fedstrata.reporting.tables import markdown_table
@@ -49,8 +49,9 @@ def _count(
         return {"cells": 0, "done": 0, "hours": 0.0, "refused": 1}
     settings = best(trials, results)
     runs = [] if settings is None else protocol.runs(column, entry, settings)
-    cells = len(trials) + len(protocol.seeds)
-    done = sum(cell.hash in results for cell in [*(cell for cell, _ in trials), *runs])
+    more = limited(protocol, column, results) if entry.name == BASELINE else []
+    cells = len(trials) + len(protocol.seeds) + len(more)
+    done = sum(cell.hash in results for cell in [*(cell for cell, _ in [*trials, *more]), *runs])
     rate = seconds.get(entry.name, protocol.expected(entry.name))
     return {"cells": cells, "done": done, "hours": (cells - done) * rate / 3600, "refused": 0}
 

@@ -25,6 +25,8 @@ BASELINE = "fedavg"
 """The method with which all other entries are compared."""
 TUNED = "tuned"
 """The value of ``Cell.column`` for runs with the chosen settings. For trials, this value is ``trial-0`` and so on."""
+LIMITED = "limited"
+"""The value of ``Cell.column`` for additional runs of the baseline; see ``running.limited``."""
 PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
 """Entries whose clients use personal models.
 
@@ -172,9 +174,9 @@ class Protocol:
             for number, settings in enumerate(tried)
         ]
 
-    def runs(self, column: Column, entry: Entry, settings: Mapping[str, Any]) -> list[Cell]:
-        """Return an entry's cells with the tuned settings, one cell per seed."""
-        return [self._cell(column, entry, TUNED, seed, settings) for seed in self.seeds]
+    def runs(self, column: Column, entry: Entry, settings: Mapping[str, Any], kind: str = TUNED) -> list[Cell]:
+        """Return an entry's cells with the given settings, one cell per seed."""
+        return [self._cell(column, entry, kind, seed, settings) for seed in self.seeds]
 
     def _cell(
         self,

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.evaluation.history import History, number_in
-from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
+from fedstrata.papers.board.protocol import BASELINE, LIMITED, Column, Entry, Protocol
 from fedstrata.papers.running import Results, keep, read, results_file, run_one
 from fedstrata.papers.tables import Cell, experiment_of
 from fedstrata.runs.preparation import prepare
@@ -45,6 +45,25 @@ def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dic
     if len(finished) < len(trials) or any(REFUSED in result for result, _ in finished):
         return None
     return max(finished, key=lambda each: ("warning" not in each[0], each[0]["validation"]))[1]
+
+
+def limited(protocol: Protocol, column: Column, results: Results) -> list[tuple[Cell, dict[str, Any]]]:
+    """Return the baseline's runs with the better of the learning rates in ``Protocol.rates_with_setting``.
+
+    Entries with a second tuned setting try only these learning rates. With these runs, such entries can be compared
+    with a baseline that tried the same rates. The list is empty if the baseline's trials are not finished, or if the
+    baseline's tuned learning rate is one of these rates.
+
+    Returns:
+        A list of cells, one per seed, each with the chosen settings as nested dicts.
+    """
+    (baseline,) = protocol.entries([BASELINE])
+    trials, rates = protocol.trials(column, baseline), protocol.rates_with_setting
+    tuned = best(trials, results)
+    if tuned is None or tuned["training"]["lr"] in rates:
+        return []
+    settings = best([trial for trial in trials if trial[1]["training"]["lr"] in rates], results)
+    return [] if settings is None else [(cell, settings) for cell in protocol.runs(column, baseline, settings, LIMITED)]
 
 
 def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
@@ -92,10 +111,13 @@ class Board:
             return 0
         measure = partial(of_trial, personal=entry.is_personal)
         progress = [self._run_cell(column, cell, measure) for cell, _ in trials]
-        settings = best(trials, results_of(self.out, column))
-        if settings is not None:
-            cells = [cell for cell in self.protocol.runs(column, entry, settings) if cell.seed in self.seeds]
-            progress += [self._run_cell(column, cell, partial(of_run, settings=settings)) for cell in cells]
+        results = results_of(self.out, column)
+        runs = limited(self.protocol, column, results) if entry.name == BASELINE else []
+        if (tuned := best(trials, results)) is not None:
+            runs += [(cell, tuned) for cell in self.protocol.runs(column, entry, tuned)]
+        for cell, settings in runs:
+            if cell.seed in self.seeds:
+                progress.append(self._run_cell(column, cell, partial(of_run, settings=settings)))
         return sum(progress)
 
     def _can_run(self, column: Column, trials: Sequence[tuple[Cell, dict[str, Any]]]) -> bool:
