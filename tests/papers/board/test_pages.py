@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from fedstrata.papers.board import pages
-from fedstrata.papers.board.judging import contests, judged, overall, within
+from fedstrata.papers.board.judging import contests, judged, overall, p_values, within
 from fedstrata.papers.board.picture import critical_difference_picture, draw
 from fedstrata.papers.board.protocol import read
 from fedstrata.papers.board.ranks import Ranking
@@ -314,6 +315,49 @@ def test_the_overview_of_methods_quotes_the_board():
     assert f"`rebafl` is {min(values):.1f} to {max(values):.1f} points better" in text
     values = [value for column, value in differences("stratify").items() if column not in skewed["stratify"]]
     assert f"by {min(values):.1f} to {max(values):.1f} points with IID data" in text
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """All columns of the board, judged from the stored results."""
+    protocol = read()
+    return [judged(protocol, column, protocol.entries(), ROOT / "docs" / "results") for column in protocol.columns()]
+
+
+def test_the_overview_counts_the_columns_in_which_methods_are_better(stored):
+    better = Counter(
+        name for each in stored for name, p in each.corrected.items() if p < 0.05 and each.difference(name).mean > 0
+    )
+    counts = {"stratify": 12, "sfl": 4, "fedadagrad": 4, "feddyn": 3, "fedyogi": 2}
+    assert {name: number for name, number in better.items() if number > 1} == counts
+    text = a_page("index.md")
+    assert "`sfl` and `fedadagrad` are significantly better in four columns, `feddyn` in three (in nine" in text
+    assert "`fedyogi` in two, and five methods in one." in text
+    assert len(better) - len(counts) == 5
+    skewed = [each for each in stored if not each.column.label.startswith("iid")]
+    fair = {"feddyn": [at_equal_rates(each, "feddyn") for each in stored]}
+    fair["rebafl"] = [at_equal_rates(each, "rebafl") for each in skewed]
+    counts = {name: sum(p < 0.05 and mean > 0 for mean, p in each) for name, each in fair.items()}
+    assert counts == {"feddyn": 9, "rebafl": 1}
+
+
+def at_equal_rates(column, name):
+    """A method's mean difference from FedAvg at the learning rates that both tried, and the corrected p-value."""
+    if name in column.limited_differences:
+        return column.limited_differences[name].mean, p_values(column.limited_differences)[name]
+    return column.difference(name).mean, column.corrected[name]
+
+
+def test_the_page_about_class_imbalance_quotes_the_board(stored):
+    iid = [each for each in stored if each.column.label.startswith("iid")]
+    names = ("fedrs", "fedlc", "fedntd", "rebafl")
+    losses = [-each.difference(name).mean for each in iid for name in names]
+    assert f"{min(losses):.1f} to {max(losses):.1f} points worse" in a_page("class-imbalance.md")
+    fair = {name: [at_equal_rates(each, name)[0] for each in iid] for name in names}
+    gains = fair.pop("rebafl")
+    assert f"`rebafl` is {min(gains):.1f} to {max(gains):.1f} points better" in a_page("class-imbalance.md")
+    largest = max(abs(value) for each in fair.values() for value in each)
+    assert f"differ from FedAvg by at most {largest:.1f} points" in a_page("class-imbalance.md")
 
 
 @pytest.mark.parametrize("name", ["fedau", "fedawe", "mifa", "fedvarp"])
