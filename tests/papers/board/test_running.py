@@ -16,7 +16,7 @@ import pytest
 from fedstrata.base.errors import DataError
 from fedstrata.evaluation.history import History
 from fedstrata.papers.board.protocol import read
-from fedstrata.papers.board.running import Board, best, curve, limited, of_run, refusal, results_of
+from fedstrata.papers.board.running import Board, best, curve, limited, of_run, of_trial, refusal, results_of
 from fedstrata.papers.running import read as read_results
 from fedstrata.papers.running import results_file
 
@@ -106,6 +106,15 @@ def test_results_are_means_over_the_end_of_the_run():
     assert (result["accuracy"], result["worst_class"], result["worst_client"]) == (50.0, 40.0, 25.0)
     assert (result["bytes_up"], result["bytes_down"], result["samples"], result["seconds"]) == (100, 200, 50, 10.0)
     assert result["curve"] == [(4, 90.0, 120, 20), (8, 40.0, 240, 40), (10, 60.0, 300, 50)]
+
+
+def test_of_a_model_that_diverged_the_clients_results_are_those_of_the_global_model():
+    counts = {"bytes_up": 10, "bytes_down": 20, "samples": 5, "seconds": 1.0}
+    clients = {"accuracy": {"mean": 0.1, "worst_10": 0.0}}
+    history = History([{"round": 1, "accuracy": 0.1, "per_class": [0.0, 0.2], "clients": clients, **counts}])
+    result = of_run(history, Path(), settings={})
+    assert (result["accuracy"], result["client_mean"], result["worst_client"]) == (10.0, 10.0, 0.0)
+    assert of_trial(history, Path(), personal=True)["validation"] == 0.0
 
 
 def cells(folder: Path):

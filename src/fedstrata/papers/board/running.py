@@ -164,11 +164,11 @@ def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, An
     Args:
         history: History of the trial.
         personal: True to evaluate personal models on the clients' own test samples; False to evaluate the global model
-            on the validation samples.
+            on the validation samples. If the models diverged, and therefore were not evaluated, the accuracy is 0.
     """
     column = "personal.accuracy.mean" if personal else "validation.accuracy"
     values = [number_in(record, column) for record in late(history)]
-    validation = _percent([value for value in values if value is not None])
+    validation = _percent([value for value in values if value is not None] or [0.0])
     return {"validation": validation, "curve": curve(history, column), **_ending(history)}
 
 
@@ -184,7 +184,8 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
     """
     records = late(history)
     by_class = np.array([record["per_class"] for record in records], dtype=np.float64)
-    clients = [record["personal"]["accuracy"] for record in records]
+    # If the model diverged, personal models have no finite loss, and are not evaluated.
+    clients = [(record.get("personal") or record["clients"])["accuracy"] for record in records]
     return {
         "rounds": len(history),
         "settings": settings,

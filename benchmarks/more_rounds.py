@@ -1,11 +1,11 @@
-"""Repeat the comparison of FedAU's paper in its setting, with more rounds and larger learning rates than on the board.
+"""Compare methods for absent clients over more rounds, and with larger learning rates, than on the board.
 
-    python benchmarks/fedau_setting.py run
-    python benchmarks/fedau_setting.py table
+    python benchmarks/more_rounds.py run
+    python benchmarks/more_rounds.py table
 
-The setting is that of the board's columns ``fedau-…``: 250 clients of Fashion-MNIST with Dirichlet(0.1) label skew. A
-client is online with a mean probability of 0.1. Each method tries four learning rates on validation samples with one
-seed, and then runs with five other seeds. Several processes of this program share the runs. Finished runs are not
+The settings are those of five columns of the board. The columns ``fedau-…`` have the setting of FedAU's paper:
+250 clients are online with a mean probability of 0.1. Each method tries four learning rates on validation samples with
+one seed, and then runs with five other seeds. Several processes of this program share the runs. Finished runs are not
 repeated.
 """
 
@@ -25,8 +25,8 @@ from fedstrata.reporting.tables import markdown_table
 from fedstrata.spec.experiment import deep_merge
 
 OUT = Path(__file__).parent / "results"
-RUNS = Path("runs") / "fedau-setting"
-COLUMNS = ("fedau-bernoulli", "fedau-markov", "fedau-cyclic")
+RUNS = Path("runs") / "more-rounds"
+COLUMNS = ("fedau-bernoulli", "fedau-markov", "fedau-cyclic", "dirichlet-label", "two-classes-label")
 METHODS = (BASELINE, "fedau", "mifa", "fedvarp")
 RATES = (0.1, 0.2, 0.4, 0.8)
 ROUNDS = 200
@@ -38,7 +38,7 @@ def protocol() -> Protocol:
     evaluation = {"evaluation": {"every": 20}}
     return replace(
         board,
-        name="fedau-setting",
+        name="more-rounds",
         rates=RATES,
         rates_with_setting=RATES,
         grid={},
