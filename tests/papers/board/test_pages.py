@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -364,3 +365,19 @@ def test_the_page_about_class_imbalance_quotes_the_board(stored):
 def test_the_page_about_absent_clients_quotes_the_board(name):
     values = differences(name).values()
     assert f"{signed(min(values))} to {signed(max(values))}" in a_page("absent-clients.md")
+
+
+def test_the_page_about_absent_clients_quotes_the_runs_with_more_rounds(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = importlib.import_module("more_rounds")
+    plan, text = benchmark.protocol(), a_page("absent-clients.md")
+    for column in plan.columns(benchmark.COLUMNS):
+        verdicts = judged(plan, column, plan.entries(benchmark.METHODS), benchmark.OUT)
+        assert len(verdicts.complete) == 4
+        cells = [
+            f"{signed(verdicts.difference(name).mean)}{'*' * (verdicts.corrected[name] < 0.05)}"
+            for name in ("fedau", "mifa", "fedvarp")
+        ]
+        assert f"| `{column.label}` | {' | '.join(cells)} |" in text
+        if column.label in ("dirichlet-label", "two-classes-label"):
+            assert all(cell in a_page("index.md") for cell in cells[:2])

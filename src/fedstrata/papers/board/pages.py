@@ -138,7 +138,7 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
         f"accuracy.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
         f"With {len(complete)} columns, {_rank_rule(ranking)}.",
-        "The ranking may differ for other data sets.",
+        "The ranking may differ for other data sets and for [more rounds](../methods/absent-clients.md#evidence).",
     )
     return " ".join(sentences)
 
