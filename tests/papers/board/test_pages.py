@@ -180,7 +180,7 @@ def test_the_page_says_what_the_results_show(protocol, out):
     text = (out / "board.md").read_text()
     for words in (
         "| [dirichlet-label](#dirichlet-label) | `fedau` | `fedper` | 1 | 1 |",
-        "- The ranking uses one data set and only 5 seeds, so two methods differ significantly only if",
+        "- The ranking uses one data set and only 5 seeds, so average ranks differ significantly only if",
         "- If methods may use only as many bytes as FedAvg, `fedau` has the best validation accuracy. With new seeds",
         "All verdicts in this column are provisional, because 1 method has not finished all seeds.",
         "| fedtan | dirichlet-label | needs BatchNorm |",
@@ -248,7 +248,7 @@ def test_the_page_says_which_differences_of_ranks_are_significant(protocol, out)
     verdicts = judge(protocol, out)
     text = pages.page(protocol, [verdicts, verdicts])
     # Nemenyi's critical difference of four methods is 2.569 · √(4 · 5 / 6n): 2.1 for five seeds, 3.3 for two columns.
-    assert "two methods differ significantly only if their average ranks differ by 2.1 or more" in text
+    assert "average ranks differ significantly only if their difference is 2.1 or more" in text
     assert "With 2 columns, the ranks of two methods cannot differ significantly" in text
 
 
@@ -333,7 +333,7 @@ def test_the_overview_counts_the_columns_in_which_methods_are_better(stored):
     assert {name: number for name, number in better.items() if number > 1} == counts
     text = a_page("index.md")
     assert "`sfl` and `fedadagrad` are significantly better in four columns, `feddyn` in three (in nine" in text
-    assert "`fedyogi` in two, and five methods in one." in text
+    assert "`fedyogi` in two, and five others in one each." in text
     assert len(better) - len(counts) == 5
     skewed = [each for each in stored if not each.column.label.startswith("iid")]
     fair = {"feddyn": [at_equal_rates(each, "feddyn") for each in stored]}

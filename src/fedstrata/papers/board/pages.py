@@ -125,8 +125,10 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     finished = sum(not each.missing for each in shown)
     text = (
         f"This page ranks {complete} tuned methods{counted} for training with dropouts ([add "
-        f"yours](../guides/board.md)). Each column is a setting. {finished} of {columns} columns are finished."
+        f"yours](../guides/board.md)). Each [column](#protocol) is a setting."
     )
+    if finished < columns:
+        text += f" {finished} of {columns} columns are finished."
     return f"{text}\n\n{INTERVALS}"
 
 
@@ -175,7 +177,7 @@ def _rank_rule(ranking: Ranking) -> str:
     """Return a clause that says which differences of average ranks are significant."""
     if ranking.critical > len(ranking.ranks) - 1:  # n − 1 is the largest possible difference between ranks
         return "the ranks of two methods cannot differ significantly"
-    return f"two methods differ significantly only if their average ranks differ by {ranking.critical:.1f} or more"
+    return f"average ranks differ significantly only if their difference is {ranking.critical:.1f} or more"
 
 
 def _comparisons(shown: Sequence[Verdicts]) -> list[str]:
@@ -186,7 +188,7 @@ def _comparisons(shown: Sequence[Verdicts]) -> list[str]:
         link = f"[{each.column.label}](#{each.column.label})"
         rows.append([link, *_significant(differences), str(len(each.missing))])
     headings = ["column", "more accurate than FedAvg", *LESS, "not finished"]
-    about = "The table compares each method's accuracy with FedAvg's (paired t-test)."
+    about = "The table lists the methods whose accuracy differs significantly from FedAvg's (paired t-test)."
     return [about, "", *markdown_table(headings, rows, left=3).splitlines(), ""] if rows else []
 
 
@@ -208,9 +210,9 @@ def _learning_rates(protocol: Protocol, shown: Sequence[Verdicts]) -> list[str]:
         rows.append([each.column.label, change, *_significant(each.limited_differences)])
     tried = " and ".join(map(str, protocol.rates_with_setting))
     about = (
-        f"**Learning rates.** Methods with a second tuned setting tried only the learning rates {tried}. In the "
-        "following columns, FedAvg's tuned rate is another one. This table therefore compares such methods with FedAvg "
-        "at the better of the two rates. *Change* is the effect of this rate on FedAvg's accuracy, in points."
+        f"**Learning rates.** Methods with a second tuned setting tried only the learning rates {tried}. For "
+        "columns in which FedAvg's tuned rate is neither of them, this table compares such methods with FedAvg at the "
+        "better of the two rates. *Change* is the effect of this rate on FedAvg's accuracy, in points."
     )
     headings = ["column", "change", "more accurate", *LESS]
     return [about, "", *markdown_table(headings, rows, left=1).splitlines(), ""] if rows else []
