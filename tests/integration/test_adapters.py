@@ -369,6 +369,6 @@ def test_nvflare_sites_with_another_base_are_refused_by_name(specs: Any):
         patch.setenv("PYTHONPATH", str(support), prepend=":")
         table = specs["fedavg"].to_spec() | {"model": {"name": "adapters:unseeded"}}
         with pytest.raises(
-            FedstrataError, match=r"the frozen tensor base_model\.model\.bert\.\S+ is .* in the server's"
+            FedstrataError, match=r"the frozen tensor base_model\.model\.bert\.\S+ differs: .* in the server's"
         ):
             simulate([(fs.Experiment.from_table(table), None)], sites=2)

@@ -147,16 +147,16 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     deployment.wait_for_round(gone + 1)
     assert deployment.returned() == 1
     processes.start("a")
-    until("the job to come again", lambda: "site a is there" in deployment.told)
+    until("the job to come again", lambda: "site a is connected" in deployment.told)
     until("a to be back", lambda: deployment.returned() == 2)
 
     # kill -9 of the process that works at a site: the others go on, and the job comes again for it, not for its end.
-    told, gone = deployment.told.count("site b is there"), deployment.round()
+    told, gone = deployment.told.count("site b is connected"), deployment.round()
     _worker(processes.running["b"].pid).kill()
     until("b to be missed", lambda: "it has not answered for" in deployment.reasons(1, after=gone), 60)
     deployment.wait_for_round(deployment.round() + 2)
     assert deployment.returned() == 1
-    until("the job to come again", lambda: deployment.told.count("site b is there") > told)
+    until("the job to come again", lambda: deployment.told.count("site b is connected") > told)
     until("b to be back", lambda: deployment.returned() == 2)
     assert "the job ended as" not in deployment.told
 
