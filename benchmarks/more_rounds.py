@@ -27,7 +27,7 @@ from fedstrata.spec.experiment import deep_merge
 OUT = Path(__file__).parent / "results"
 RUNS = Path("runs") / "more-rounds"
 COLUMNS = ("fedau-bernoulli", "fedau-markov", "fedau-cyclic", "dirichlet-label", "two-classes-label")
-METHODS = (BASELINE, "fedau", "mifa", "fedvarp")
+METHODS = (BASELINE, "fedau", "mifa", "fedvarp", "fedawe")
 RATES = (0.1, 0.2, 0.4, 0.8)
 ROUNDS = 200
 
